@@ -1,0 +1,271 @@
+"""The shell around the protocol core: it carries events in, writes out to the store, and outputs to the agent.
+
+It has no thread and no loop of its own: the agent's selector waits for `fileno()` and for `next_deadline_s()`, then
+calls `poll()`. All calls come from that one thread; none blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from elastictrain.clock import Clock
+from elastictrain.errors import InternalError, StoreError
+from elastictrain.rendezvous import events as ev
+from elastictrain.rendezvous.protocol import State, advance, check_invariants, next_deadline_s, start
+from elastictrain.rendezvous.records import Broken, Closed, Keys, Member, Plan, Settings
+from elastictrain.rendezvous.state import FINAL_PHASES
+from elastictrain.rendezvous.store import (
+    Inbox,
+    KeyEvent,
+    Lease,
+    LeaseLostError,
+    Snapshot,
+    Store,
+    WatchFailed,
+    WatchItem,
+)
+from elastictrain.topology import Round
+
+_STORY_LENGTH = 30
+
+
+class Driver:
+    """One node's part in the rendezvous.
+
+    `host` and `store_port` are where this node offers to host a process group's store. The node takes part from the
+    moment it handles NodeReady. Close it, or the file descriptor leaks and the others wait for the lease to run out.
+    """
+
+    def __init__(
+        self, store: Store, settings: Settings, *, clock: Clock, node_id: str, host: str, store_port: int
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._clock = clock
+        self._keys = Keys(settings.run_id)
+        self._member_key = self._keys.member(node_id)
+        self._state = start(settings, node_id=node_id, host=host, store_port=store_port)
+        self._story: deque[str] = deque(maxlen=_STORY_LENGTH)
+        self._outputs: list[ev.Output] = []
+        self._pending: list[tuple[ev.Write, Future[Any]]] = []
+        self._lease: Lease | None = None
+        self._keep_alive_at_s = math.inf
+        self._inbox = Inbox()
+        self._watch = store.watch(self._keys.prefix, self._inbox)
+
+    @property
+    def state(self) -> State:
+        """What the node knows now; immutable."""
+        return self._state
+
+    @property
+    def story(self) -> tuple[str, ...]:
+        """Reasons of the last transitions, oldest first."""
+        return tuple(self._story)
+
+    @property
+    def num_nodes_waiting(self) -> int:
+        """Members with workers that wait for a seat while the newest Round runs."""
+        seated = set(self._state.round.node_ids) if self._state.round is not None else set()
+        members = (seen.member for seen in self._state.members.values())
+        return sum(1 for one in members if one.candidates and (one.wants_in or one.node_id not in seated))
+
+    def fileno(self) -> int:
+        """File descriptor that is readable when `poll` has something to do."""
+        return self._inbox.fileno()
+
+    def next_deadline_s(self) -> float | None:
+        """Monotonic time at which `poll` must be called even if nothing is readable, None for never."""
+        times = [self._keep_alive_at_s, self._fence_at_s()]
+        core_s = next_deadline_s(self._state)
+        if core_s is not None:
+            times.append(core_s)
+        earliest_s = min(times)
+        return None if earliest_s == math.inf else max(earliest_s, 0.0)  # a lost lease is due since ever
+
+    def handle(self, event: ev.Event) -> None:
+        """Take in an event of the local node. Its outputs come with the next `poll`, which `fileno()` then asks for.
+
+        Raises InternalError on an event that cannot be.
+        """
+        self._advance(event)
+        if self._outputs:
+            self._inbox.wake()
+
+    def poll(self) -> list[ev.Output]:
+        """Take in what the store has pushed and what is due; returns what the agent has to do, in order.
+
+        Raises StoreError when the store refuses for good or holds nonsense, ConfigError for a Round of another version.
+        """
+        self._keep_lease()
+        while True:
+            is_changed = self._reap()
+            for event in self._events(self._inbox.drain()):
+                self._advance(event)
+                is_changed = True
+            due_s = next_deadline_s(self._state)
+            if not is_changed and due_s is not None and self._clock.now_s() >= due_s:
+                self._advance(ev.DeadlineReached())
+                due_again_s = next_deadline_s(self._state)
+                is_changed = due_again_s != due_s
+            # An answer that came just before the drain has lost its wake-up to it.
+            is_answered = any(future.done() for _, future in self._pending)
+            if not is_changed and not is_answered:
+                outputs, self._outputs = self._outputs, []
+                return outputs
+
+    def close(self) -> None:
+        """Give up the lease, so that the others learn at once that this node is gone, and the watch. Idempotent."""
+        self._watch.close()
+        self._give_up_lease()
+        self._inbox.close()
+
+    # ---------------------------------------------------------------- the core
+
+    def _advance(self, event: ev.Event) -> None:
+        transition = advance(self._state, event, now_s=self._clock.now_s())
+        self._state = transition.state
+        self._story.append(transition.reason)
+        try:
+            check_invariants(self._state)
+        except InternalError as error:
+            error.add_note("\n".join(self._story))
+            raise
+        for effect in transition.effects:
+            if isinstance(effect, ev.Write):
+                self._write(effect)
+            else:
+                self._outputs.append(effect)
+
+    def _events(self, items: list[WatchItem]) -> list[ev.Event]:
+        """Turn what the watch delivered into events; changes in a row become one, so that they cost one decision."""
+        events: list[ev.Event] = []
+        changes: list[ev.StoreChange] = []
+        for item in items:
+            match item:
+                case KeyEvent():
+                    changes.extend(self._decode(item))
+                case Snapshot(entries=entries, revision=revision):
+                    changes.clear()  # the snapshot is newer than all that came before it
+                    listed = tuple(change for entry in entries for change in self._decode(entry))
+                    events.append(ev.SnapshotSeen(changes=listed, revision=revision))
+                case WatchFailed(error=error):
+                    raise error
+        if changes:
+            events.append(ev.StoreChanged(changes=tuple(changes)))
+        return events
+
+    def _decode(self, event: KeyEvent) -> tuple[ev.StoreChange, ...]:
+        kind, _, name = event.key.removeprefix(self._keys.prefix).partition("/")
+        value: Mapping[str, Any] | None = event.value
+        if value is None:
+            # Only a member's key has an end that means something.
+            return (ev.MemberGone(node_id=name, revision=event.revision),) if kind == "members" else ()
+        match kind:
+            case "members":
+                member = Member.from_json(value)
+                if member.node_id != name:
+                    raise StoreError(f"{event.key} holds member {member.node_id!r}: expected {name!r}", retryable=False)
+                seen = ev.MemberSeen(member=member, revision=event.revision, created_revision=event.created_revision)
+                return (seen,)
+            case "round":
+                return (ev.RoundSeen(round=Round.from_json(value), revision=event.revision),)
+            case "broken":
+                return (ev.BrokenSeen(broken=Broken.from_json(value)),)
+            case "plan":
+                return (ev.PlanSeen(plan=Plan.from_json(value)),)
+            case "closed":
+                return (ev.ClosedSeen(closed=Closed.from_json(value)),)
+            case "config":
+                return (ev.ConfigSeen(config=value),)
+            case _:
+                return ()  # a key of a later version
+
+    # ---------------------------------------------------------------- the store
+
+    def _write(self, write: ev.Write) -> None:
+        future = self._submit(write)
+        if future is not None:
+            self._pending.append((write, future))
+            future.add_done_callback(lambda _: self._inbox.wake())
+
+    def _submit(self, write: ev.Write) -> Future[Any] | None:
+        store, keys = self._store, self._keys
+        match write:
+            case ev.PutMember(member=member):
+                return store.put(self._member_key, member.to_json(), lease=self._held_lease())
+            case ev.RejoinMember(member=member):
+                self._give_up_lease()
+                return store.put(self._member_key, member.to_json(), lease=self._held_lease())
+            case ev.DeleteMember():
+                self._give_up_lease()
+                return None
+            case ev.CreateConfig(config=config):
+                return store.create(keys.config, config)
+            case ev.CreateRound(round=made):
+                return store.create(keys.round(made.generation), made.to_json())
+            case ev.CreatePlan(plan=plan):
+                return store.create(keys.plan(plan.generation), plan.to_json())
+            case ev.CreateBroken(broken=broken):
+                return store.create(keys.broken(broken.generation), broken.to_json())
+            case ev.CreateClosed(closed=closed):
+                return store.create(keys.closed, closed.to_json())
+
+    def _reap(self) -> bool:
+        """Look at the writes that are done: repeat what may succeed, tell the core of a lost lease (then True)."""
+        done = [(write, future) for write, future in self._pending if future.done()]
+        self._pending = [(write, future) for write, future in self._pending if not future.done()]
+        is_lease_lost = False
+        for write, future in done:
+            error = future.exception()
+            if error is None or self._state.phase in FINAL_PHASES:
+                continue
+            if isinstance(error, LeaseLostError):
+                is_lease_lost = is_lease_lost or self._is_newest_put(write)
+            elif not isinstance(error, StoreError) or not error.retryable:
+                raise error
+            elif not isinstance(write, ev.PutMember | ev.RejoinMember):
+                self._write(write)
+            elif self._is_newest_put(write):
+                # Repeating an older put would undo the newer one.
+                self._write(ev.PutMember(member=write.member))
+        if is_lease_lost:
+            self._advance(ev.LeaseLost())
+        return is_lease_lost
+
+    def _is_newest_put(self, write: ev.Write) -> bool:
+        return isinstance(write, ev.PutMember | ev.RejoinMember) and write.member == self._state.put
+
+    # ---------------------------------------------------------------- the lease
+
+    def _held_lease(self) -> Lease:
+        if self._lease is None:
+            self._lease = self._store.lease(self._settings.ttl_s)
+            self._keep_alive_at_s = self._clock.now_s() + self._settings.ttl_s / 3
+        return self._lease
+
+    def _give_up_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.revoke()
+            self._lease = None
+            self._keep_alive_at_s = math.inf
+
+    def _fence_at_s(self) -> float:
+        """When the workers must be stopped unless a renewal is answered: a quarter of the lease is left for it."""
+        if self._lease is None:
+            return math.inf
+        return self._lease.expires_at_s() - self._settings.ttl_s / 4 if self._settings.ttl_s < math.inf else math.inf
+
+    def _keep_lease(self) -> None:
+        if self._lease is None:
+            return
+        now_s = self._clock.now_s()
+        if now_s >= self._keep_alive_at_s:
+            self._lease.keep_alive()
+            self._keep_alive_at_s = now_s + self._settings.ttl_s / 3
+        if now_s >= self._fence_at_s():
+            self._advance(ev.LeaseLost())
