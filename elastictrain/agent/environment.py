@@ -1,0 +1,61 @@
+"""The environment of a worker: what torchrun gives it, and how it finds its agent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Final
+
+from elastictrain.config import WORKER_ID_VARIABLE, RunConfig
+
+# NCCL's watchdog must not end the process on an error: the worker recovers in place. 2: clean up only.
+NCCL_ERROR_HANDLING: Final = "2"
+
+
+def worker_environment(
+    config: RunConfig,
+    base: Mapping[str, str],
+    *,
+    worker_id: str,
+    local_rank: int,
+    master_addr: str,
+    master_port: int,
+    restart_count: int,
+    uses_agent_store: bool,
+) -> dict[str, str]:
+    """The variables of one worker, under torchrun's names. A variable that the user has set is never overwritten."""
+    size = config.world.nproc_per_node
+    env = dict(base)
+    env.update(
+        LOCAL_RANK="0" if config.virtual_local_rank else str(local_rank),
+        RANK=str(local_rank),
+        GROUP_RANK="0",
+        ROLE_RANK=str(local_rank),
+        ROLE_NAME=config.role,
+        LOCAL_WORLD_SIZE=str(size),
+        WORLD_SIZE=str(size),
+        GROUP_WORLD_SIZE="1",
+        ROLE_WORLD_SIZE=str(size),
+        MASTER_ADDR=master_addr,
+        MASTER_PORT=str(master_port),
+        TORCHELASTIC_RESTART_COUNT=str(restart_count),
+        TORCHELASTIC_MAX_RESTARTS=str(config.max_restarts if config.max_restarts is not None else 3),
+        TORCHELASTIC_RUN_ID=config.run_id,
+        TORCHELASTIC_USE_AGENT_STORE=str(uses_agent_store),
+    )
+    env[WORKER_ID_VARIABLE] = worker_id
+    env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", NCCL_ERROR_HANDLING)
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch would tell every lost connection with a C++ stack
+    if config.world.max_nodes == 1:
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would look the host name up and may listen to the outside
+    if config.omp_num_threads is not None:
+        env.setdefault("OMP_NUM_THREADS", str(config.omp_num_threads))
+    if config.virtual_local_rank:
+        devices = env.get("CUDA_VISIBLE_DEVICES", "").split(",") if env.get("CUDA_VISIBLE_DEVICES") else []
+        env["CUDA_VISIBLE_DEVICES"] = devices[local_rank] if local_rank < len(devices) else str(local_rank)
+    return env
+
+
+def current_environment() -> dict[str, str]:
+    """The agent's own environment, which workers inherit."""
+    return dict(os.environ)
