@@ -113,9 +113,9 @@ def test_newest_committed_checkpoint_loads_exactly_when_saves_are_killed_at_rand
 ) -> None:
     chance = random.Random(7)
     save(tmp_path, 0, keep=1)
-    newest, num_torn = 0, 0
+    newest, num_torn, most_intact = 0, 0, 2
     for _ in range(20):
-        pid = nursery.start("save_forever", str(tmp_path), newest + 1)
+        pid, newest_before = nursery.start("save_forever", str(tmp_path), newest + 1), newest
         for _ in range(chance.randrange(3)):
             newest = nursery.answer()["committed"]
         threading.Event().wait(chance.uniform(0, 0.02))  # the random moment is what is tested
@@ -123,6 +123,9 @@ def test_newest_committed_checkpoint_loads_exactly_when_saves_are_killed_at_rand
         while "committed" in (answer := nursery.answer()):
             newest = answer["committed"]
         assert answer == {"ended": -signal.SIGKILL}
+        # keep=1 leaves two intact ones. Each kill may come between a commit and its deletions and leave one more, until
+        # a save comes to its end, as every one that was told has.
+        most_intact = 3 if newest > newest_before else most_intact + 1
         num_torn += restore.find_checkpoints(tmp_path)[0].condition is Condition.TORN
         choice = restore.choose_checkpoint(tmp_path)
         # One that was told to be committed is there; one more may have been committed and not told.
@@ -130,8 +133,7 @@ def test_newest_committed_checkpoint_loads_exactly_when_saves_are_killed_at_rand
         assert all("torn" in problem for _, problem in choice.rejected)
         assert_holds(choice.found)
         newest = choice.found.step
-        # Two intact ones stay for keep=1, and at most one more whose deletion was interrupted or had not begun.
-        assert sum(found.manifest is not None for found in restore.find_checkpoints(tmp_path)) <= 3
+        assert sum(found.manifest is not None for found in restore.find_checkpoints(tmp_path)) <= most_intact
     assert num_torn >= 3, "the kills must land inside saves"
 
 
