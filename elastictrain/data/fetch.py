@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from os import PathLike
@@ -166,9 +165,7 @@ class MapFetcher:
 
     def _read_here(self, view: _View, numbers: range) -> Generator[Fetched, None, None]:
         for number in numbers:
-            with preserved() if self._reader.draws else nullcontext():
-                fetched = _fetch(self._reader, view, number)
-            yield fetched
+            yield _fetch(self._reader, view, number)
 
     def close(self) -> None:
         self._open.close()

@@ -61,7 +61,7 @@ class NoisyStream(IterableDataset[Any]):
 
 
 def whole_epoch(
-    fetcher: Fetcher, *, epoch: int, worlds: tuple[int, ...], steps_each: int
+    fetcher: Fetcher, *, epoch: int, worlds: tuple[int, ...], steps_each: int = 0
 ) -> tuple[list[int], dict[int, list[float]]]:
     """Run an epoch while the world goes through `worlds`, giving up each iteration in the middle; indices and noise."""
     used: list[int] = []
@@ -119,6 +119,41 @@ def test_epochs_differ_in_order_and_augmentation_when_shuffled() -> None:
     first, second = (whole_epoch(fetcher, epoch=epoch, worlds=(1,), steps_each=0) for epoch in (0, 1))
     assert first[0] != second[0]
     assert all(first[1][index] != second[1][index] for index in range(101))
+
+
+class Seldom(Noisy):
+    """Draws for every ninth sample only, and counts how often it is asked."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.num_asked = 0
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.num_asked += 1
+        if index % 9 == 0:
+            return super().__getitem__(index)
+        return {"index": index, "noise": torch.zeros(3, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("worlds", [(1,), WORLDS])
+def test_augmentation_is_the_same_when_only_some_samples_draw(num_workers: int, worlds: tuple[int, ...]) -> None:
+    """Reading begins without seeding; the first draw must be found, and the batch around it read again, seeded."""
+    _, always = whole_epoch(make_fetcher(Noisy(101), batch_size=10, shuffle=True, seed=5), epoch=3, worlds=(1,))
+    fetcher = make_fetcher(Seldom(101), batch_size=10, shuffle=True, seed=5, num_workers=num_workers)
+    _, seldom = whole_epoch(fetcher, epoch=3, worlds=worlds, steps_each=2)
+    assert {index: noise for index, noise in seldom.items() if index % 9 == 0} == {
+        index: noise for index, noise in always.items() if index % 9 == 0
+    }
+
+
+def test_samples_are_asked_for_once_when_none_draws_or_the_first_does() -> None:
+    quiet = Seldom(101)
+    fetcher = make_fetcher(quiet, batch_size=8, shuffle=False, seed=5)
+    for fetched in fetcher.iterate(epoch=0, batch_index=0, rank=0, world_size=1):
+        if fetched.stop == 8:
+            assert quiet.num_asked == 8 + 1, "sample 0 draws: it alone was read twice"
+    assert quiet.num_asked == 101 + 1
 
 
 def test_stream_is_told_the_epoch_when_iterated() -> None:
@@ -208,6 +243,21 @@ def test_tail_is_dropped_when_asked_for() -> None:
 def test_steps_in_epoch_is_known_when_the_data_set_has_a_length() -> None:
     assert make_fetcher(Noisy(25), batch_size=10, shuffle=True, seed=0).steps_in_epoch(0) == 3
     assert make_fetcher(NoisyStream(25), batch_size=10, shuffle=True, seed=0).steps_in_epoch(0) is None
+
+
+class Stopping(Noisy):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == 23:
+            raise StopIteration
+        return {"index": index}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_sample_is_named_when_a_data_set_raises_stop_iteration(num_workers: int) -> None:
+    fetcher = make_fetcher(Stopping(40), batch_size=10, shuffle=False, seed=0, num_workers=num_workers)
+    with pytest.raises(DataError, match="the data set failed on sample 23"):
+        list(fetcher.iterate(epoch=0, batch_index=0, rank=0, world_size=1))
+    fetcher.close()
 
 
 class PickyError(Exception):
