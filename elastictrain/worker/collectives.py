@@ -238,6 +238,11 @@ class Communicator:
         # What dist.all_reduce does, without its logging, which costs as much as a small reduction itself.
         return self._flights.track(group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor]))
 
+    def wait(self, flight: Pending) -> None:
+        """Wait for what `reduce_async` started. Raises StepAborted when the group broke."""
+        with self._guard():
+            flight.wait()
+
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Reduce `tensor` in place over all ranks and return it; blocks. Raises StepAborted when the group broke."""
         if self.world_size > 1:

@@ -1,8 +1,8 @@
 """A module that stays the same object while the DistributedDataParallel around it is rebuilt for every generation.
 
 Gradients are summed with this rank's weight, `share / global batch`, so that the update equals the one that a single
-process would make on the whole global batch, whatever the shares. Buffers are not broadcast from rank 0; `worker.state`
-folds the weighted mean of what each rank's forward did to them.
+process would make on the whole global batch, whatever the shares. Buffers are not broadcast from rank 0:
+`worker.buffers` folds the weighted mean of what each rank's forward did to them.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from elastictrain.worker.collectives import Communicator
 class GradientReduction:
     """The communication hook of one attempt: scales each bucket by this rank's weight and sums it over the ranks.
 
-    `begin` resets it for an attempt. `is_complete` is true when at least one bucket was reduced and all have succeeded.
+    `begin` resets it for an attempt; `on_start` is called after each bucket that has been sent off.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._scale: Callable[[], float] = lambda: 1.0
+        self._on_start: Callable[[], None] = lambda: None
         self._futures: list[torch.futures.Future[torch.Tensor]] = []
 
-    def begin(self, scale: Callable[[], float]) -> None:
-        self._scale = scale
+    def begin(self, scale: Callable[[], float], on_start: Callable[[], None]) -> None:
+        self._scale, self._on_start = scale, on_start
         self._futures = []
 
     def reset(self) -> None:
@@ -53,6 +54,7 @@ class GradientReduction:
         future = self._comm.reduce_async(buffer)
         assert future is not None  # there is no DDP, and so no hook, in a world of one
         self._futures.append(future)
+        self._on_start()
         return future
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastictrain.errors import CheckpointError, ConfigError
+from elastictrain.worker.buffers import BufferReduction
 from elastictrain.worker.collectives import Communicator
 from elastictrain.worker.module import ElasticModule
 
@@ -56,6 +57,7 @@ class TrainingState:
         self._versions: dict[str, list[tuple[torch.Tensor, int]]] = {}
         self._num_commits = 0
         self._submodules: list[nn.Module] = []
+        self.buffer_reduction = BufferReduction(comm, self.buffers)
         self.has_live_gradients = False
         """No optimizer has used the gradients of the newest committed step yet: they are part of the state."""
 
@@ -90,6 +92,7 @@ class TrainingState:
         self.registered[name] = obj
 
     def build(self) -> None:
+        self.buffer_reduction.regroup()
         for module in self.modules:
             module.build()
         # As DDP does: looked up once, since a walk over all names costs more than the rest of a step's bookkeeping.
@@ -104,30 +107,6 @@ class TrainingState:
 
     def buffers(self) -> list[torch.Tensor]:
         return _distinct(submodule._buffers for submodule in self._submodules)
-
-    # -- buffers: one mean over the ranks a step -------------------------------------------------------------------
-
-    def reduce_buffers(self, before: list[torch.Tensor], weight: float) -> bool:
-        """Replace each float buffer by its value at the step's start plus the weighted mean of the ranks' changes.
-
-        A buffer that nobody changed keeps its bits. Collective; False when there was nothing to exchange.
-        """
-        if self._comm.world_size == 1:
-            return False
-        pairs = [(now, old) for now, old in zip(self.buffers(), before, strict=True) if now.is_floating_point()]
-        if not pairs:
-            return False
-        now, old = [now for now, _ in pairs], [old for _, old in pairs]
-        with torch.no_grad():
-            changes = torch._foreach_sub(now, old)
-            flat = torch.cat([change.reshape(-1) for change in changes]).to(torch.float64).mul_(weight)
-            self._comm.all_reduce(flat)
-            parts = torch.split(flat, [change.numel() for change in changes])
-            torch._foreach_copy_(
-                changes, [part.view(change.shape) for part, change in zip(parts, changes, strict=True)]
-            )
-            torch._foreach_copy_(now, torch._foreach_add(old, changes))
-        return True
 
     # -- what code between steps may change ------------------------------------------------------------------------
 

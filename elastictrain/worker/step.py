@@ -109,8 +109,10 @@ class Step:
         self.was_tried = True
         run._attempt = self
         run._undo.begin()
+        buffers = run._state.buffer_reduction
+        buffers.begin(run._undo.buffers, self._scale)
         for module in run._state.modules:
-            module.reduction.begin(self._scale)
+            module.reduction.begin(self._scale, buffers.start)
         seed_all(mix(self._seed, STEP_STREAM, run._cursor.step, run._stream))
         self._began_s = time.perf_counter()
         return on_device(self._fetched.batch, run.device)
@@ -130,7 +132,7 @@ class Step:
         reductions = [module.reduction for module in run._state.modules]
         if any(reduction.has_failed for reduction in reductions):
             raise StepAborted("the gradients of this attempt are not complete")
-        exchanged = run._state.reduce_buffers(run._undo.buffers, self._scale())
+        exchanged = run._state.buffer_reduction.finish()
         if not exchanged and not any(reduction.has_started for reduction in reductions):
             run._comm.barrier()  # nothing else kept the ranks in step
         self.is_reduced = True

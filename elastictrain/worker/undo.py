@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from elastictrain.worker.buffers import FlatCopy
 from elastictrain.worker.state import SMALL_BYTES, TrainingState, tensors_of
 
 PROBATION_STEPS: Final = 3
@@ -27,7 +28,7 @@ class Undo:
         self._state = state
         self._probation = PROBATION_STEPS
         self._copies_always = False
-        self.buffers: list[torch.Tensor] = []
+        self.buffers = FlatCopy([])
         self._gradients: list[tuple[nn.Parameter, torch.Tensor, int, torch.Tensor | None]] = []
         self._position: dict[str, Any] = {}
         self._registered: dict[str, Any] = {}
@@ -41,7 +42,7 @@ class Undo:
         state = self._state
         state.notice_changes()
         self._is_open = True
-        self.buffers = [buffer.clone() for buffer in state.buffers()]
+        self.buffers = FlatCopy(state.buffers())
         self._gradients = [
             (p, gradient, gradient._version, gradient.clone() if state.has_live_gradients else None)
             for p in state.parameters()
@@ -88,7 +89,8 @@ class Undo:
 
     def forget(self) -> None:
         self._is_open = False
-        self.buffers, self._gradients, self._registered, self._versions, self._updates = [], [], {}, [], []
+        self.buffers = FlatCopy([])
+        self._gradients, self._registered, self._versions, self._updates = [], {}, [], []
 
     @torch.no_grad()
     def rewind(self) -> bool:
@@ -104,8 +106,7 @@ class Undo:
             for parameter, value in zip(parameters, values, strict=True):
                 parameter.copy_(value)
             optimizer.load_state_dict(optimizer_state)
-        for buffer, value in zip(self._state.buffers(), self.buffers, strict=True):
-            buffer.copy_(value)
+        self.buffers.put_back(self._state.buffers())
         for parameter in self._state.parameters():
             parameter.grad = None
         for parameter, gradient, version, kept in self._gradients:
