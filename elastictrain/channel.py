@@ -3,8 +3,12 @@
 A message is one JSON object on one line with the key `kind`. Nothing is unpickled. A line longer than
 MAX_LINE_BYTES, or one that is not a JSON object with a known kind, ends the conversation with ChannelError.
 
+Commits come with every step and nobody waits for them, so an agent need not wake up for each: it may look at the socket
+later, because whatever is urgent also rings the worker's doorbell, an eventfd that comes with the hello. The order of
+messages is that of the one socket.
+
     worker → agent                            agent → worker
-    hello        pid, version                 welcome   run facts, provisional rank
+    hello        pid, version, doorbell       welcome   run facts, provisional rank
     ready        waits to enter               round     the Round to build
     position     steps begun (answers hold)   hold      say where you are, and pause at the next step
     parked       stands still, step           stop_at   run up to this step, then park
@@ -16,7 +20,9 @@ MAX_LINE_BYTES, or one that is not a JSON object with a known kind, ends the con
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -47,6 +53,7 @@ WORKER_KINDS: Final = frozenset(
         "finished",
     }
 )
+QUIET_KINDS: Final = frozenset({"commit"})
 AGENT_KINDS: Final = frozenset({"welcome", "round", "hold", "stop_at", "fence", "save"})
 
 Message = dict[str, Any]
@@ -59,13 +66,19 @@ class ChannelError(ElasticTrainError):
 
 
 class Channel:
-    """One end of a conversation. `send` may be called from several threads; receiving belongs to one."""
+    """One end of a conversation. `send` may be called from several threads; receiving belongs to one.
 
-    def __init__(self, sock: socket.socket, *, accepts: frozenset[str]) -> None:
+    `doorbell` is the eventfd that the worker rings and the agent listens to, -1 before the hello has brought it.
+    """
+
+    def __init__(self, sock: socket.socket, *, accepts: frozenset[str], waits: bool) -> None:
         self._sock = sock
+        self._flags = 0 if waits else socket.MSG_DONTWAIT
         self._accepts = accepts
         self._pending = bytearray()
         self._send_lock = threading.Lock()
+        self._unheard_bytes = 0
+        self.doorbell = -1
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -78,15 +91,45 @@ class Channel:
                 self._sock.sendall(line)
         except (BrokenPipeError, ConnectionError, OSError):
             return False
+        self._unheard_bytes += len(line)
+        # Many quiet ones ring as well, before they fill the socket and the training waits for the agent.
+        if kind not in QUIET_KINDS or self._unheard_bytes > RECEIVE_BYTES:
+            self.ring()
         return True
+
+    def send_hello(self, **fields: Any) -> bool:
+        """Send the hello, and with it the doorbell that every later message but a quiet one rings."""
+        doorbell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        line = _to_json({"kind": "hello", **fields}).encode() + b"\n"
+        try:
+            with self._send_lock:
+                socket.send_fds(self._sock, [line], [doorbell])
+        except (BrokenPipeError, ConnectionError, OSError):
+            os.close(doorbell)
+            return False
+        self.doorbell = doorbell
+        return True
+
+    def ring(self) -> None:
+        """Make the agent read what was sent, now. Does nothing before the hello; never blocks."""
+        self._unheard_bytes = 0
+        if self.doorbell >= 0:
+            with contextlib.suppress(BlockingIOError):  # it rings already, as often as it can count
+                os.eventfd_write(self.doorbell, 1)
+
+    def hear(self) -> None:
+        """Take the ringing back; call it before `receive`, so that no later one is lost."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.doorbell)
 
     def receive(self) -> list[Message] | None:
         """Read what is there, at least one read. None when the peer is gone and everything it sent was returned.
 
-        Blocks if the socket blocks and nothing has arrived. Raises ChannelError on a line that is no message.
+        The worker's end blocks while nothing has arrived, the agent's returns nothing. Raises ChannelError on a line
+        that is no message.
         """
         try:
-            data = self._sock.recv(RECEIVE_BYTES)
+            data = self._receive_bytes()
         except BlockingIOError:
             return []
         except ConnectionError:
@@ -95,6 +138,14 @@ class Channel:
             return None
         self._pending += data
         return list(self._split())
+
+    def _receive_bytes(self) -> bytes:
+        if self.doorbell >= 0:
+            return self._sock.recv(RECEIVE_BYTES, self._flags)
+        data, fds, *_ = socket.recv_fds(self._sock, RECEIVE_BYTES, 1, self._flags | socket.MSG_CMSG_CLOEXEC)
+        if fds:
+            self.doorbell = fds[0]
+        return data
 
     def _split(self) -> Iterator[Message]:
         while (end := self._pending.find(b"\n")) >= 0:
@@ -118,14 +169,17 @@ class Channel:
 
     def close(self) -> None:
         self._sock.close()
+        if self.doorbell >= 0:
+            os.close(self.doorbell)
+            self.doorbell = -1
 
 
 def channel_pair() -> tuple[Channel, socket.socket]:
-    """The agent's end, which is read only when something is there, and the raw socket that the worker inherits."""
+    """The agent's end, which never waits when it is read, and the raw socket that the worker inherits."""
     agent_end, worker_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    return Channel(agent_end, accepts=WORKER_KINDS), worker_end
+    return Channel(agent_end, accepts=WORKER_KINDS, waits=False), worker_end
 
 
 def worker_channel(fd: int) -> Channel:
     """The worker's end, on the inherited descriptor `fd`; it blocks when read."""
-    return Channel(socket.socket(fileno=fd), accepts=AGENT_KINDS)
+    return Channel(socket.socket(fileno=fd), accepts=AGENT_KINDS, waits=True)

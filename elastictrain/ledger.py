@@ -37,6 +37,7 @@ PLANNED_CAUSES = ("join", "leave", "membership")
 """Causes of a change of membership that is no failure."""
 STEP_STAGES = ("draw", "compute", "reduce", "commit")
 
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 _HASH_KEY = b',"hash":"'
 HASH_SUFFIX_BYTES = len(_HASH_KEY) + HASH_DIGITS + len(b'"}\n')
 
@@ -322,7 +323,7 @@ def _to_json(event: str, value: Mapping[str, object]) -> bytes:
     """One line of pure ASCII. Not-a-number and infinities become texts, since JSON has no such numbers."""
     shortened = {name: _shorten(item) for name, item in value.items()}
     try:
-        return json.dumps(shortened, separators=(",", ":"), allow_nan=False).encode()
+        return _encode(shortened).encode()
     except ValueError:
         return json.dumps(_without_nan(shortened), separators=(",", ":")).encode()
     except TypeError as error:

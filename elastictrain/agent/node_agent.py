@@ -39,8 +39,7 @@ from elastictrain.topology import Round
 
 logger = get_logger(__name__)
 
-EXIT_FAILED: Final = 1
-EXIT_USAGE: Final = 2
+EXIT_FAILED, EXIT_USAGE = 1, 2
 # A dying process closes its connections a moment before the kernel tells of its death: the true cause may come first.
 SUSPICION_S: Final = 0.02
 
@@ -68,8 +67,7 @@ class NodeAgent(SimpleElasticAgent):
     ) -> None:
         super().__init__(spec)
         self.config, self.recorder, self.driver = config, recorder, driver
-        self.clock, self.node_id = clock, node_id
-        self.resume_at_step = resume_at_step
+        self.clock, self.node_id, self.resume_at_step = clock, node_id, resume_at_step
         self.exit_code = EXIT_FAILED
         self.failure: Failure | None = None
         self.end_reason = ""
@@ -80,6 +78,7 @@ class NodeAgent(SimpleElasticAgent):
         self.supervisor = Supervisor(
             fork_server=fork_server,
             selector=self._selector,
+            clock=clock,
             on_message=self._on_message,
             on_death=self._on_death,
             on_exit=self._on_exit,
@@ -137,10 +136,10 @@ class NodeAgent(SimpleElasticAgent):
 
     def _result(self) -> RunResult:
         """The outcome in the base class's terms: by the ranks that the workers began with."""
+        if self.exit_code:
+            return RunResult(state=WorkerState.FAILED)
         ranks = [worker.global_rank for worker in self._worker_group.workers]
-        if self.exit_code == 0:
-            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
-        return RunResult(state=WorkerState.FAILED)
+        return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
@@ -148,6 +147,7 @@ class NodeAgent(SimpleElasticAgent):
         """Wait for the next event or deadline and handle all that is there."""
         for key, _ in self._selector.select(self._timeout_s()):
             key.data()
+        self.supervisor.read_due()
         self.publish()
         for output in self.driver.poll():
             self._take_output(output)
@@ -159,7 +159,7 @@ class NodeAgent(SimpleElasticAgent):
         self.departure.advance()
 
     def _timeout_s(self) -> float | None:
-        ends = [self.driver.next_deadline_s(), self.departure.deadline_s()]
+        ends = [self.driver.next_deadline_s(), self.departure.deadline_s(), self.supervisor.next_read_s()]
         if self._suspicion is not None:
             ends.append(self._suspicion[0].at_s)
         nearest = min((end for end in ends if end is not None), default=None)
@@ -301,6 +301,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _on_exit(self, worker: WorkerProcess) -> None:
         """A worker's exit code is known: is the run done, does somebody take its place, or is it the end?"""
+        self.supervisor.read_quiet()  # the budget counts what the others have committed
         failure = failure_of(worker)
         cause = "stopped" if worker.killed_by_agent else failure.cause if failure else "finished"
         self.recorder.worker_exited(worker, cause=cause)

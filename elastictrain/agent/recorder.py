@@ -22,6 +22,25 @@ from elastictrain.topology import Round
 logger = get_logger(__name__)
 
 
+class StepValues:
+    """What the workers of this node have logged in one step, until all of them have told of it."""
+
+    def __init__(self) -> None:
+        self.num_told = 0
+        self._totals: dict[str, list[float]] = {}
+
+    def add(self, values: Mapping[str, float], *, weight: float) -> None:
+        self.num_told += 1
+        for name, value in values.items():
+            total = self._totals.setdefault(name, [0.0, 0.0])
+            total[0] += value * weight
+            total[1] += weight
+
+    def means(self) -> dict[str, float]:
+        """The means over the ranks, weighted by their samples."""
+        return {name: total / weight for name, (total, weight) in self._totals.items() if weight}
+
+
 class Recorder:
     """The record of one node: ledger, metrics endpoint, log."""
 
@@ -36,8 +55,8 @@ class Recorder:
         self.metrics = RunMetrics(self._registry, run_id=run_id, clock=clock)
         self._exporter: Exporter | None = None
         self.committed_step = 0
-        self._values: dict[str, list[float]] = {}
-        self._values_step = 0
+        self._values: dict[int, StepValues] = {}
+        self._num_local = 0
         self._world_size = 0
         self._has_history = False
         self._pass = (-1, -1, 0)
@@ -127,6 +146,8 @@ class Recorder:
             "round", generation=round_.generation, world_size=round_.world_size, seats=seats, reason=round_.reason
         )
         self._world_size = round_.world_size
+        self._num_local = sum(seat.node_id == self._node_id for seat in round_.seats)
+        self._flush_values(self.committed_step)  # who has left tells nothing more
         self.metrics.set_round(generation=round_.generation, world_size=round_.world_size)
         logger.info("generation %d: %d workers (%s)", round_.generation, round_.world_size, round_.reason)
 
@@ -149,8 +170,8 @@ class Recorder:
         step, rank = int(message["step"]), int(message["rank"])
         seconds = {stage: float(value) for stage, value in message["seconds"].items()}
         if step > self.committed_step:
-            self._flush_values()
-            self.committed_step = self._values_step = step
+            self.committed_step = step
+            self._values[step] = StepValues()
             fields = ("loop", "epoch", "start", "stop", "epoch_length", "batch_size", "world_size", "generation")
             self.ledger.append("commit", step=step, **{name: message[name] for name in fields})
             self._pass = (int(message["loop"]), int(message["epoch"]), int(message["stop"]))
@@ -162,11 +183,11 @@ class Recorder:
         values = {str(name): float(value) for name, value in message["values"].items()}
         if values:
             self.metrics.user_values(rank, values)
-            if step == self._values_step:
-                for name, value in values.items():
-                    total = self._values.setdefault(name, [0.0, 0.0])
-                    total[0] += value * message["share"]
-                    total[1] += message["share"]
+        told = self._values.get(step)
+        if told is not None:
+            told.add(values, weight=float(message["share"]))
+            if told.num_told >= self._num_local:  # and so of the steps before: a worker tells of them in order
+                self._flush_values(step)
 
     def epoch_finished(self, loop: int, epoch: int) -> None:
         """A pass over the data is complete; told by every rank where only reading shows the end, recorded once."""
@@ -181,12 +202,12 @@ class Recorder:
             self._finished_pass = (loop, epoch)
             self.ledger.append("epoch_left", loop=loop, epoch=epoch, samples=self._pass[2])
 
-    def _flush_values(self) -> None:
-        """Write the mean over the ranks, weighted by their samples, of what the script logged in the last step."""
-        means = {name: total / weight for name, (total, weight) in self._values.items() if weight}
-        if means:
-            self.ledger.append("user_values", step=self._values_step, values=means)
-        self._values = {}
+    def _flush_values(self, last_step: int) -> None:
+        """Write the means of what the script logged up to `last_step`."""
+        for step in [step for step in self._values if step <= last_step]:
+            means = self._values.pop(step).means()
+            if means:
+                self.ledger.append("user_values", step=step, values=means)
 
     def resumed_from(self, message: Mapping[str, Any]) -> None:
         """The run goes on from a checkpoint, or from its beginning: later commits are undone."""
@@ -226,11 +247,11 @@ class Recorder:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def run_finished(self, exit_code: int) -> None:
-        self._flush_values()
+        self._flush_values(self.committed_step)
         self.ledger.append("run_finished", step=self.committed_step, exit_code=exit_code)
 
     def run_stopped(self, exit_code: int, reason: str) -> None:
-        self._flush_values()
+        self._flush_values(self.committed_step)
         self.ledger.append("run_stopped", step=self.committed_step, exit_code=exit_code, reason=reason)
 
     def close(self) -> None:

@@ -10,11 +10,15 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Final
 
 from elastictrain.agent.forkserver import receive_message, send_message
 from elastictrain.channel import Channel, ChannelError, channel_pair
+from elastictrain.clock import Clock
 from elastictrain.log import get_logger
+
+QUIET_S: Final = 0.1
+"""How long commits may wait to be read, together: the agent shares the cores with the training."""
 
 logger = get_logger(__name__)
 
@@ -82,11 +86,14 @@ class Supervisor:
 
     fork_server: socket.socket
     selector: selectors.BaseSelector
+    clock: Clock
     on_message: Callable[[WorkerProcess, Mapping[str, Any]], None]
     on_death: Callable[[WorkerProcess], None]
     on_exit: Callable[[WorkerProcess], None]
     on_fork_server_lost: Callable[[], None]
     workers: dict[str, WorkerProcess] = field(default_factory=dict)
+    _quiet: dict[str, WorkerProcess] = field(default_factory=dict)
+    _quiet_until_s: float = 0.0
 
     def start(self) -> None:
         self.selector.register(self.fork_server, selectors.EVENT_READ, self._read_fork_server)
@@ -112,6 +119,22 @@ class Supervisor:
             worker_end.close()
         self.selector.register(channel, selectors.EVENT_READ, lambda: self._read_channel(worker))
         return worker
+
+    def next_read_s(self) -> float | None:
+        """When `read_due` has something to do (monotonic), None when no commits may be waiting."""
+        return self._quiet_until_s if self._quiet else None
+
+    def read_due(self) -> None:
+        """Read the commits that came without waking anybody, when they have waited for QUIET_S."""
+        if self._quiet and self.clock.now_s() >= self._quiet_until_s:
+            self.read_quiet()
+
+    def read_quiet(self) -> None:
+        """Read them now. Who has sent none is listened to again."""
+        for worker in list(self._quiet.values()):
+            if not self._read_channel(worker) and self._quiet.pop(worker.worker_id, None) is not None:
+                self._listen(worker)
+        self._quiet_until_s = self.clock.now_s() + QUIET_S
 
     def alive(self) -> list[WorkerProcess]:
         return [worker for worker in self.workers.values() if worker.is_alive]
@@ -163,21 +186,46 @@ class Supervisor:
             worker.phase = Phase.ENDED
             self.on_exit(worker)
 
-    def _read_channel(self, worker: WorkerProcess) -> None:
+    def _listen(self, worker: WorkerProcess) -> None:
+        self.selector.register(worker.channel, selectors.EVENT_READ, lambda: self._read_channel(worker))
+
+    def _rung(self, worker: WorkerProcess) -> None:
+        """The worker has sent something that does not wait."""
+        if worker.channel.doorbell >= 0:
+            worker.channel.hear()
+            while self._read_channel(worker):
+                pass
+
+    def _read_channel(self, worker: WorkerProcess) -> bool:
+        """Handle what the worker has sent; False when there was nothing."""
         if worker.channel.fileno() < 0:
-            return  # closed by an event of the same turn
+            return False  # closed by an event of the same turn
+        had_doorbell = worker.channel.doorbell >= 0
         try:
             messages = worker.channel.receive()
         except ChannelError as error:
             logger.error("worker %s: %s; it is stopped", worker.worker_id, error)
             self._close_channel(worker)
             self.signal(worker, signal.SIGKILL)
-            return
+            return False
         if messages is None:
             self._close_channel(worker)
-            return
+            return False
+        if worker.channel.doorbell >= 0:
+            if not had_doorbell:
+                self.selector.register(worker.channel.doorbell, selectors.EVENT_READ, lambda: self._rung(worker))
+            self._be_quiet(worker)
         for message in messages:
             self.on_message(worker, message)
+        return bool(messages)
+
+    def _be_quiet(self, worker: WorkerProcess) -> None:
+        """Let what comes next wait, as long as the other workers' commits; what is urgent rings."""
+        if worker.worker_id not in self._quiet:
+            if not self._quiet:
+                self._quiet_until_s = self.clock.now_s() + QUIET_S
+            self._quiet[worker.worker_id] = worker
+            self.selector.unregister(worker.channel)
 
     def _died(self, worker: WorkerProcess) -> None:
         """The kernel says that the worker is dead: take what it still said, then tell."""
@@ -195,7 +243,6 @@ class Supervisor:
         """Read what a dead worker had sent before: a commit it told of counts."""
         if worker.channel.fileno() < 0:
             return
-        os.set_blocking(worker.channel.fileno(), False)
         with contextlib.suppress(ChannelError):  # killed in the middle of a line
             while messages := worker.channel.receive():
                 for message in messages:
@@ -203,9 +250,13 @@ class Supervisor:
         self._close_channel(worker)
 
     def _close_channel(self, worker: WorkerProcess) -> None:
-        if worker.channel.fileno() >= 0:
+        if worker.channel.fileno() < 0:
+            return
+        if self._quiet.pop(worker.worker_id, None) is None:
             self.selector.unregister(worker.channel)
-            worker.channel.close()
+        if worker.channel.doorbell >= 0:
+            self.selector.unregister(worker.channel.doorbell)
+        worker.channel.close()
 
     def close(self) -> None:
         """Close every descriptor; the fork server kills what is left when its socket closes."""

@@ -70,6 +70,7 @@ class Checkpointer:
     def _save(self, *, is_final: bool = False) -> None:
         run = self._run
         began_s = time.monotonic()
+        run._control.channel.ring()  # the record must not be behind a checkpoint that a resume finds
         try:
             saved = save_checkpoint(
                 self._directory,

@@ -43,7 +43,7 @@ class Control:
     def start(self) -> Message:
         """Say hello and wait for the agent's welcome, WELCOME_TIMEOUT_S at most. Returns the welcome."""
         threading.Thread(target=self._listen, name="elastictrain-control", daemon=True).start()
-        self.channel.send("hello", pid=os.getpid(), version=CHANNEL_VERSION)
+        self.channel.send_hello(pid=os.getpid(), version=CHANNEL_VERSION)
         with self._changed:
             if not self._changed.wait_for(lambda: self._welcome or self._unusable, WELCOME_TIMEOUT_S):
                 raise WorkerError(f"expected a welcome from the agent within {WELCOME_TIMEOUT_S:.0f} s, saw none")

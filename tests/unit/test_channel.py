@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -126,3 +127,42 @@ def test_message_is_refused_when_it_is_of_the_other_direction(ends: tuple[Channe
     raw.sendall(line(next(iter(AGENT_KINDS - WORKER_KINDS))))
     with pytest.raises(ChannelError, match="kinds"):
         channel.receive()
+
+
+def is_ringing(channel: Channel) -> bool:
+    return bool(select.select([channel.doorbell], [], [], 0)[0])
+
+
+def test_doorbell_rings_for_everything_but_commits_when_the_hello_has_brought_it() -> None:
+    agent, raw = channel_pair()
+    worker = worker_channel(raw.detach())
+    worker.send_hello(pid=1)
+    assert agent.receive() == [{"kind": "hello", "pid": 1}]
+    for step in range(3):
+        worker.send("commit", step=step)
+        assert not is_ringing(agent)
+    worker.send("parked", step=2)
+    assert is_ringing(agent)
+    agent.hear()
+    assert [message["kind"] for message in agent.receive() or []] == ["commit"] * 3 + ["parked"]
+    assert not is_ringing(agent)
+    assert agent.receive() == []
+    agent.close()
+    worker.close()
+
+
+def test_doorbell_rings_for_commits_when_they_would_fill_the_socket() -> None:
+    agent, raw = channel_pair()
+    worker = worker_channel(raw.detach())
+    worker.send_hello(pid=1)
+    agent.receive()
+    num_sent = 0
+    while not is_ringing(agent):
+        worker.send("commit", step=num_sent, text="x" * 2000)  # blocks for ever in the end, unless it rings
+        num_sent += 1
+    received: list[int] = []
+    while messages := agent.receive():
+        received.extend(message["step"] for message in messages)
+    assert received == list(range(num_sent))
+    agent.close()
+    worker.close()
