@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elastictrain.config import CHANNEL_FD_VARIABLE, WORKER_ID_VARIABLE
+from elastictrain.shared_memory import remove_files_of
 
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
@@ -190,23 +191,25 @@ class ForkServer:
             os._exit(code)
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            child = self._children.pop(pid, None)
-            if child is None:
-                continue
-            found_s = time.monotonic()
-            _kill_group(child.pid)
-            self._kill_strays(child)
-            with contextlib.suppress(OSError):
-                send_message(
-                    self._sock, {"kind": "exited", "worker_id": child.worker_id, "status": status, "found_s": found_s}
-                )
+        """Take in every process that has ended: workers, and what they have left without a parent."""
+        dead: list[int] = []
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+                pid, status = ended
+                dead.append(pid)
+                child = self._children.pop(pid, None)
+                if child is not None:
+                    self._bury(child, status)
+        remove_files_of(dead)
+
+    def _bury(self, child: Child, status: int) -> None:
+        found_s = time.monotonic()
+        _kill_group(child.pid)
+        self._kill_strays(child)
+        with contextlib.suppress(OSError):
+            send_message(
+                self._sock, {"kind": "exited", "worker_id": child.worker_id, "status": status, "found_s": found_s}
+            )
 
     def _kill_strays(self, dead: Child) -> None:
         """Kill what a dead worker has left outside its process group; strays have become children of this process."""
@@ -229,7 +232,7 @@ class ForkServer:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
-                os.waitpid(-1, 0)
+                remove_files_of([os.waitpid(-1, 0)[0]])
 
 
 def _kill_group(pid: int) -> None:

@@ -26,6 +26,7 @@ from torch.utils.data._utils import signal_handling
 
 from elastictrain.data.samples import Failure
 from elastictrain.errors import DataError
+from elastictrain.shared_memory import remove_files_of
 
 _PR_SET_PDEATHSIG = 1
 _torch_signals: Any = signal_handling
@@ -176,6 +177,7 @@ class Loader:
         for process in iterator._workers:
             process.join()
             process.close()
+        remove_files_of(self._pids)
         self._watched.close()
         for channel in (*iterator._index_queues, iterator._worker_result_queue):
             channel.cancel_join_thread()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
@@ -243,6 +244,24 @@ def test_tail_is_dropped_when_asked_for() -> None:
 def test_steps_in_epoch_is_known_when_the_data_set_has_a_length() -> None:
     assert make_fetcher(Noisy(25), batch_size=10, shuffle=True, seed=0).steps_in_epoch(0) == 3
     assert make_fetcher(NoisyStream(25), batch_size=10, shuffle=True, seed=0).steps_in_epoch(0) is None
+
+
+class Torn(Noisy):
+    """Leaves what torch leaves when its process is killed between making a shared tensor's file and removing it."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        Path(f"/dev/shm/torch_{os.getpid()}_1234_{index}").touch()
+        return super().__getitem__(index)
+
+
+def test_no_shared_memory_is_left_when_a_killed_loader_was_making_some() -> None:
+    fetcher = make_fetcher(Torn(40), batch_size=10, shuffle=False, seed=0, num_workers=2)
+    batches = fetcher.iterate(epoch=0, batch_index=0, rank=0, world_size=1)
+    next(batches)
+    pids = [child.pid for child in psutil.Process().children()]
+    assert [name for pid in pids for name in os.listdir("/dev/shm") if name.startswith(f"torch_{pid}_")]
+    fetcher.close()
+    assert not [name for pid in pids for name in os.listdir("/dev/shm") if name.startswith(f"torch_{pid}_")]
 
 
 class Stopping(Noisy):
