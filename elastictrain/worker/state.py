@@ -41,6 +41,15 @@ def is_scaler(obj: object) -> bool:
     return any(base.__name__ == "GradScaler" for base in type(obj).__mro__)
 
 
+def marks_of(scaler: object) -> dict[Any, Any]:
+    """What a gradient scaler notes of each optimizer between `unscale_` and `update`; not in its state_dict.
+
+    A step that is tried again while they stand would take its scaled gradients for unscaled ones.
+    """
+    marks: dict[Any, Any] = getattr(scaler, "_per_optimizer_states", {})
+    return marks
+
+
 class TrainingState:
     """The prepared and registered objects of one worker."""
 

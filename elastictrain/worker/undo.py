@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastictrain.worker.buffers import FlatCopy
-from elastictrain.worker.state import SMALL_BYTES, TrainingState, tensors_of
+from elastictrain.worker.state import SMALL_BYTES, TrainingState, marks_of, tensors_of
 
 PROBATION_STEPS: Final = 3
 
@@ -34,6 +34,7 @@ class Undo:
         self._registered: dict[str, Any] = {}
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._updates: list[tuple[Optimizer, list[torch.Tensor], dict[Any, Any]]] = []
+        self._unscaled: list[dict[Any, Any]] = []
         self.num_updates = 0
         self._is_open = False
 
@@ -50,6 +51,7 @@ class Undo:
         ]
         self._position = state.position()
         self._remember_registered()
+        self._unscaled = [_copied_once(marks_of(scaler)) for scaler in state.scalers]
         self._updates = []
         self.num_updates = 0
 
@@ -91,6 +93,7 @@ class Undo:
         self._is_open = False
         self.buffers = FlatCopy([])
         self._gradients, self._registered, self._versions, self._updates = [], {}, [], []
+        self._unscaled = []
 
     @torch.no_grad()
     def rewind(self) -> bool:
@@ -116,8 +119,15 @@ class Undo:
         if any(tensor._version != version for tensor, version in self._versions):
             clean, self._copies_always = False, True
         self._state.load_position(self._position)
+        for scaler, marks in zip(self._state.scalers, self._unscaled, strict=True):
+            marks_of(scaler).clear()
+            marks_of(scaler).update(_copied_once(marks))
         self.forget()
         return clean
+
+
+def _copied_once(marks: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: dict(value) for key, value in marks.items()}
 
 
 def _restore_gradient(parameter: nn.Parameter, gradient: torch.Tensor, version: int, kept: torch.Tensor | None) -> None:

@@ -119,6 +119,20 @@ def test_everything_comes_back_when_an_attempt_is_undone_after_its_update(
     assert bench.undo.rewind(), "nothing is left to undo"
 
 
+def test_gradients_are_unscaled_again_when_the_first_attempt_was_undone_behind_unscale() -> None:
+    bench = Bench()
+    bench.commit(PROBATION_STEPS)
+    for _ in range(2):
+        bench.undo.begin()
+        bench.optimizers[0].zero_grad()
+        torch.manual_seed(1)
+        bench.scaler.scale(bench.module(torch.randn(6, 3)).square().mean()).backward()
+        scaled = bench.module[2].bias.grad.clone()
+        bench.scaler.unscale_(bench.optimizers[0])
+        torch.testing.assert_close(bench.module[2].bias.grad * bench.scaler.get_scale(), scaled)
+        assert bench.undo.rewind()
+
+
 def test_parameters_need_a_peer_when_an_update_without_a_copy_is_undone() -> None:
     bench = Bench()
     bench.commit(PROBATION_STEPS)

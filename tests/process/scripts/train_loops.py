@@ -96,6 +96,16 @@ def own_weight(inputs: torch.Tensor, targets: torch.Tensor) -> None:
     first.step()
 
 
+def scaled(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    first.zero_grad()
+    scaler.scale(error(inputs, targets)).backward()
+    scaler.unscale_(first)
+    nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+    die()
+    scaler.step(first)  # the buffer of this model is exchanged here: the survivors are behind `unscale_`
+    scaler.update()
+
+
 torch.set_num_threads(1)
 run = elastictrain.init()
 torch.manual_seed(0)
@@ -108,6 +118,10 @@ if args.kind == "two_optimizers":
     one, two, first, second = run.prepare(one, two, first, second)
 else:
     one, first = run.prepare(one, first)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+if args.kind == "scaled":
+    run.prepare(scaler)
+    one.module.register_buffer("mean", torch.zeros(6))
 body = globals()[args.kind]
 for step in run.steps(dataset, batch_size=20, epochs=2):
     with step as batch:
