@@ -94,13 +94,22 @@ class ElasticModule(nn.Module):
         self._comm = comm
         self._options = dict(options)
         self._inner: list[DistributedDataParallel] = []  # in a list, so that nn.Module does not register it
+        self._known: list[nn.Parameter] = []
+        self._trained: list[bool] = []  # which of `_known` the wrapper was made for
         self.reduction = GradientReduction(comm)
         self.train(module.training)
 
     def build(self) -> None:
         """Wrap for the communicator's present group; calls no collective by itself."""
         self.drop()
-        if self._comm.world_size == 1 or not any(p.requires_grad for p in self.module.parameters()):
+        if self._comm.world_size == 1:
+            return
+        self._known = list(self.module.parameters())
+        self._wrap([p.requires_grad for p in self._known])
+
+    def _wrap(self, trained: list[bool]) -> None:
+        self._trained = trained
+        if not any(trained):
             return
         device = self._comm.device
         with warnings.catch_warnings():
@@ -120,18 +129,37 @@ class ElasticModule(nn.Module):
     def drop(self) -> None:
         """Let go of the wrapper and of everything in it that would keep the old group's sockets open."""
         self.reduction.reset()
+        self._known, self._trained = [], []
+        self._unwrap()
+
+    def _unwrap(self) -> None:
         while self._inner:
             wrapped = self._inner.pop()
             wrapped._remove_autograd_hooks()  # type: ignore[no-untyped-call]
             wrapped.__dict__.clear()
 
+    def _takes_part(self) -> bool:
+        """Whether a backward pass now reduces gradients. Wraps anew when parameters were frozen or unfrozen.
+
+        DDP only knows the parameters that were trained when it was made: it would leave the gradients of later ones to
+        each rank, and wait for those of frozen ones.
+        """
+        trained = [p.requires_grad for p in self._known]
+        if not any(trained):
+            return False
+        is_local = bool(self._inner) and not self._inner[0].require_backward_grad_sync  # inside `no_sync`
+        if trained != self._trained and not is_local:
+            self._unwrap()
+            self._wrap(trained)
+        return bool(self._inner)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._inner and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._takes_part():
             return self._inner[0](*args, **kwargs)
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """As DistributedDataParallel.no_sync: backward passes inside accumulate locally."""
-        with self._inner[0].no_sync() if self._inner else contextlib.nullcontext():
+        with self._inner[0].no_sync() if self._takes_part() else contextlib.nullcontext():
             yield

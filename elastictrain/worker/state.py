@@ -67,6 +67,7 @@ class TrainingState:
         self._num_commits = 0
         self._submodules: list[nn.Module] = []
         self.buffer_reduction = BufferReduction(comm, self.buffers)
+        self._num_groups: list[int] = []
         self.has_live_gradients = False
         """No optimizer has used the gradients of the newest committed step yet: they are part of the state."""
 
@@ -106,6 +107,19 @@ class TrainingState:
             module.build()
         # As DDP does: looked up once, since a walk over all names costs more than the rest of a step's bookkeeping.
         self._submodules = [submodule for module in self.modules for submodule in module.module.modules()]
+        self._num_groups = self._num_groups or [len(optimizer.param_groups) for optimizer in self.optimizers]
+        self._refuse_foreign_parameters()
+
+    def _refuse_foreign_parameters(self) -> None:
+        known = {id(parameter) for parameter in self.parameters()}
+        for number, optimizer in enumerate(self.optimizers):
+            for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+                if id(parameter) not in known:
+                    raise ConfigError(
+                        f"optimizer {number} ({type(optimizer).__name__}) trains a parameter of shape "
+                        f"{tuple(parameter.shape)} that is in no prepared module: each rank would train its own. Give "
+                        "prepare() the module it belongs to, before the steps begin"
+                    )
 
     def drop(self) -> None:
         for module in self.modules:
@@ -178,6 +192,7 @@ class TrainingState:
         for scaler, value in zip(self.scalers, values["scalers"], strict=True):
             scaler.load_state_dict(copy.deepcopy(value))
         for optimizer, groups in zip(self.optimizers, values["settings"], strict=True):
+            drop_groups(optimizer, len(groups))
             for group, settings in zip(optimizer.param_groups, groups, strict=True):
                 group.update(settings)
 
@@ -200,7 +215,17 @@ class TrainingState:
             "registered": registered,
             "committed": committed,
             "current": current,
+            "trained": [p.requires_grad for p in self.parameters()],
+            "groups": self._groups(),
         }
+
+    def _groups(self) -> list[list[list[int]]]:
+        """For each optimizer and each of its parameter groups the places of its parameters in `parameters()`."""
+        places = {id(parameter): place for place, parameter in enumerate(self.parameters())}
+        return [
+            [[places.get(id(p), -1) for p in group["params"]] for group in optimizer.param_groups]
+            for optimizer in self.optimizers
+        ]
 
     def load(self, state: Mapping[str, Any], *, position: str) -> None:
         """Load what `capture` gave. Objects and parameters keep their identity.
@@ -209,11 +234,20 @@ class TrainingState:
         "own", which stay. Raises CheckpointError when the state was made by a script with other objects; nothing is
         changed then.
         """
+        # Checkpoints of an earlier version do not tell these two.
+        state = {"trained": [p.requires_grad for p in self.parameters()], "groups": self._groups(), **state}
         self._check_shape(state)
         own = self.position()
         for module, values in zip(self.modules, state["modules"], strict=True):
             module.module.load_state_dict(values)
-        for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
+        parameters = self.parameters()
+        if position != "own":
+            for parameter, is_trained in zip(parameters, state["trained"], strict=True):
+                parameter.requires_grad_(is_trained)
+        for optimizer, values, groups in zip(self.optimizers, state["optimizers"], state["groups"], strict=True):
+            for places in groups[len(optimizer.param_groups) :]:
+                optimizer.add_param_group({"params": [parameters[place] for place in places]})
+            drop_groups(optimizer, len(groups))
             load_optimizer(optimizer, values)
         self._load_gradients(state.get("gradients"))
         at_commit = state["committed"]["registered"]
@@ -251,6 +285,14 @@ class TrainingState:
         ]
         for index, (module, values) in enumerate(zip(self.modules, state["modules"], strict=False)):
             problems.extend(f"module {index}: {text}" for text in _differences(module.module, values))
+        for index, (own, saved) in enumerate(zip(self._groups(), state["groups"], strict=False)):
+            at_least = self._num_groups[index] if self._num_groups else len(own)
+            is_foreign = any(place < 0 for group in saved for place in group)
+            if is_foreign or len(saved) < at_least or own[: len(saved)] != saved[: len(own)]:
+                sizes = [[len(group) for group in groups] for groups in (saved, own)]
+                problems.append(
+                    f"optimizer {index}: the state's parameter groups have {sizes[0]} parameters, this {sizes[1]}"
+                )
         if problems:
             raise CheckpointError(
                 "the saved state does not fit this script: "
@@ -274,6 +316,14 @@ def _differences(module: nn.Module, values: Mapping[str, Any]) -> Iterable[str]:
         mine, theirs = own[name], values[name]
         if isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor) and mine.shape != theirs.shape:
             yield f"{name} has shape {tuple(theirs.shape)}, the model's is {tuple(mine.shape)}"
+
+
+def drop_groups(optimizer: Optimizer, num_kept: int) -> None:
+    """Take back parameter groups that were added: whoever is to run the code that adds them does not have them yet."""
+    for group in optimizer.param_groups[num_kept:]:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+    del optimizer.param_groups[num_kept:]
 
 
 def load_optimizer(optimizer: Optimizer, values: Mapping[str, Any]) -> None:

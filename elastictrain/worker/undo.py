@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from elastictrain.worker.buffers import FlatCopy
-from elastictrain.worker.state import SMALL_BYTES, TrainingState, marks_of, tensors_of
+from elastictrain.worker.state import SMALL_BYTES, TrainingState, drop_groups, marks_of, tensors_of
 
 PROBATION_STEPS: Final = 3
 
@@ -105,6 +105,7 @@ class Undo:
             return True
         clean = self.num_updates == len(self._updates)
         for optimizer, values, optimizer_state in reversed(self._updates):
+            drop_groups(optimizer, len(optimizer_state["param_groups"]))
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             for parameter, value in zip(parameters, values, strict=True):
                 parameter.copy_(value)

@@ -17,6 +17,8 @@ KINDS = [
     "swallowed_error",
     "own_weight",
     "scaled",
+    "unfrozen",
+    "frozen_later",
 ]
 
 

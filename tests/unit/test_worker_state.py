@@ -157,6 +157,63 @@ def test_optimizer_state_keeps_its_type_exactly_when_parameters_are_of_low_preci
     assert torch.equal(loaded, exact)
 
 
+def frozen() -> tuple[TrainingState, nn.Module, torch.optim.Optimizer]:
+    """A model whose bias is neither trained nor in the optimizer yet."""
+    state = TrainingState(Communicator(torch.device("cpu")))
+    module = nn.Linear(3, 4)
+    module.bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([module.weight], lr=1.0, momentum=0.9)
+    for obj in (module, optimizer):
+        state.add(obj, {})
+    state.build()
+    return state, module, optimizer
+
+
+def unfreeze(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    module.bias.requires_grad_(True)
+    optimizer.add_param_group({"params": [module.bias], "lr": 0.25})
+
+
+def test_parameters_unfrozen_since_the_start_and_their_group_come_along_when_the_state_is_loaded() -> None:
+    giver, module, optimizer = frozen()
+    unfreeze(module, optimizer)
+    train(module, optimizer)
+    taker, other, other_optimizer = frozen()
+    taker.load(copy.deepcopy(giver.capture()), position="current")
+    assert other.bias.requires_grad
+    assert [group["lr"] for group in other_optimizer.param_groups] == [1.0, 0.25]
+    assert other_optimizer.param_groups[1]["params"][0] is other.bias
+    train(module, optimizer)
+    train(other, other_optimizer)
+    assert torch.equal(module.bias, other.bias), "momentum came along"
+
+
+def test_group_is_left_to_the_code_that_adds_it_when_the_receiver_still_runs_that_code() -> None:
+    giver, module, optimizer = frozen()
+    giver.mark_commit()
+    unfreeze(module, optimizer)
+    taker, other, other_optimizer = frozen()
+    taker.load(copy.deepcopy(giver.capture()), position="committed")
+    assert len(other_optimizer.param_groups) == 1
+    unfreeze(other, other_optimizer)
+    assert [group["lr"] for group in other_optimizer.param_groups] == [1.0, 0.25]
+
+
+def test_error_names_the_optimizer_when_the_state_has_other_parameter_groups() -> None:
+    giver, *_ = frozen()
+    taker, module, optimizer = frozen()
+    optimizer.param_groups[0]["params"] = [module.weight, module.bias]
+    with pytest.raises(CheckpointError, match=r"optimizer 0: the state's .* \[1\] parameters, this \[2\]"):
+        taker.load(giver.capture(), position="current")
+
+
+def test_optimizer_is_refused_when_it_trains_a_parameter_of_no_prepared_module() -> None:
+    state, *_ = make()
+    state.add(torch.optim.SGD([nn.Parameter(torch.ones(7))]), {})
+    with pytest.raises(ConfigError, match=r"optimizer 1 \(SGD\) .* shape \(7,\)"):
+        state.build()
+
+
 def test_prepare_and_register_refuse_what_they_cannot_keep_when_it_is_given() -> None:
     state, *_ = make()
     with pytest.raises(ConfigError, match="register"):

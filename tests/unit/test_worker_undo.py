@@ -133,6 +133,25 @@ def test_gradients_are_unscaled_again_when_the_first_attempt_was_undone_behind_u
         assert bench.undo.rewind()
 
 
+@pytest.mark.parametrize("num_commits", [0, PROBATION_STEPS])
+def test_parameter_group_is_gone_when_the_attempt_that_added_it_is_undone(num_commits: int) -> None:
+    bench = Bench()
+    bench.commit(num_commits)
+    before = bench.picture()
+    for _ in range(2):
+        bench.undo.begin()
+        extra = nn.Parameter(torch.ones(2))
+        bench.optimizers[0].add_param_group({"params": [extra], "lr": 1.0})
+        extra.sum().backward()
+        if num_commits == 0:
+            bench.attempt()
+            bench.undo.rewind()
+        else:
+            assert bench.undo.rewind()
+        assert len(bench.optimizers[0].param_groups) == 1
+        assert bench.picture()["optimizers"][0]["state"].keys() == before["optimizers"][0]["state"].keys()
+
+
 def test_parameters_need_a_peer_when_an_update_without_a_copy_is_undone() -> None:
     bench = Bench()
     bench.commit(PROBATION_STEPS)

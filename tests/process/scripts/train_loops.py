@@ -106,13 +106,34 @@ def scaled(inputs: torch.Tensor, targets: torch.Tensor) -> None:
     scaler.update()
 
 
+def unfrozen(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    if run.step >= 5 and len(first.param_groups) == 1:
+        later = list(one.module[0].requires_grad_(True).parameters())
+        first.add_param_group({"params": later, "lr": 0.01})
+    first.zero_grad()
+    error(inputs, targets).backward()
+    if run.step == 7:
+        die()
+    first.step()
+
+
+def frozen_later(inputs: torch.Tensor, targets: torch.Tensor) -> None:
+    one.module[0].requires_grad_(run.step < 5 or run.step > 20)
+    first.zero_grad()
+    error(inputs, targets).backward()
+    die()
+    first.step()
+
+
 torch.set_num_threads(1)
 run = elastictrain.init()
 torch.manual_seed(0)
 dataset = TensorDataset(torch.randn(301, 6, dtype=torch.float64), torch.randn(301, 1, dtype=torch.float64))
 one, two = make_model(), make_model()
 first = torch.optim.LBFGS(one.parameters(), lr=0.1, max_iter=3) if args.kind == "closure" else None
-first = first or torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9)
+if args.kind == "unfrozen":
+    one[0].requires_grad_(False)
+first = first or torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
 second = torch.optim.Adam(two.parameters(), lr=0.01)
 if args.kind == "two_optimizers":
     one, two, first, second = run.prepare(one, two, first, second)
