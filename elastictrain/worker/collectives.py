@@ -93,6 +93,7 @@ class Communicator:
         self.world_size = 1
         self.built = False
         self._flights = Flights()
+        self._patience: threading.Timer | None = None
         self._aborted_generation = 0
         self._before_build: set[int] | None = None
         self._lock = threading.Lock()
@@ -164,13 +165,16 @@ class Communicator:
             dist.distributed_c10d._abort_process_group()
         flights = self._flights
         if flights.is_flying:
-            timer = threading.Timer(ABORT_TIMEOUT_S, flights.give_up)
-            timer.daemon = True
-            timer.start()
+            self._patience = threading.Timer(ABORT_TIMEOUT_S, flights.give_up)
+            self._patience.daemon = True
+            self._patience.start()
 
     def leave(self) -> None:
         """Destroy the group and close what was kept of it. Idempotent."""
         self.built = False
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 destroy_process_group(works=self._flights.take_works())
