@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from elastictrain.errors import StoreError
+from elastictrain.errors import ConfigError, StoreError
 
 Value = Mapping[str, Any]
 
@@ -50,9 +50,9 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchFailed:
-    """The watch has ended for good, for the reason given."""
+    """The watch has ended for good, for the reason given: the store's, or a mistake in how the user named the store."""
 
-    error: StoreError
+    error: StoreError | ConfigError
 
 
 WatchItem = Snapshot | KeyEvent | WatchFailed
