@@ -71,7 +71,7 @@ def decide(draft: Draft) -> None:
             break
         step(draft)
     if draft.state.phase is Phase.JOINED:
-        for step in (_declare_loss, _make_plan, _follow_plan, _publish):
+        for step in (_declare_loss, _make_plan, _follow_plan, _publish, _leave):
             step(draft)
     if draft.state.phase in (Phase.JOINING, Phase.JOINED):
         _propose(draft)
@@ -97,8 +97,9 @@ def _close(draft: Draft) -> None:
 
 
 def _join(draft: Draft) -> None:
+    """Agree on what must be equal everywhere. It is on the lease of one node, and written anew when that is gone."""
     state = draft.state
-    if state.phase is not Phase.JOINING or not state.is_synced:
+    if not state.is_synced or state.phase not in (Phase.JOINING, Phase.JOINED):
         return
     own = state.settings.config()
     if state.config is None:
@@ -111,6 +112,8 @@ def _join(draft: Draft) -> None:
     if differing is None:
         draft.change(phase=Phase.JOINED)
         return
+    if state.phase is Phase.JOINING and not state.members:
+        return  # of a run whose nodes are all dead: the store drops it with the last lease
     message = (
         f"this node was started with {differing}={own.get(differing)}, "
         f"run {state.settings.run_id} has {differing}={state.config.get(differing)}: "
@@ -144,6 +147,8 @@ def _leave(draft: Draft) -> None:
     state = draft.state
     if state.leaving is None or (state.is_seated and state.settled < state.generation):
         return
+    if state.is_seated and (state.put is None or state.put.settled < state.generation):
+        return  # first the word that the workers stand still: without it the others take the departure for a loss
     draft.emit(DeleteMember(), Left(reason=state.leaving), reason=f"this node leaves: {state.leaving}")
     draft.change(phase=Phase.LEFT)
 

@@ -52,6 +52,7 @@ class Driver:
         self._story: deque[str] = deque(maxlen=_STORY_LENGTH)
         self._outputs: list[ev.Output] = []
         self._pending: list[tuple[ev.Write, Future[Any]]] = []
+        self._names: set[str] = set()
         self._lease: Lease | None = None
         self._keep_alive_at_s = math.inf
         self._inbox = Inbox()
@@ -160,11 +161,21 @@ class Driver:
         return events
 
     def _decode(self, event: KeyEvent) -> tuple[ev.StoreChange, ...]:
+        if event.value is None:
+            self._names.discard(event.key)
+        else:
+            self._names.add(event.key)
         kind, _, name = event.key.removeprefix(self._keys.prefix).partition("/")
         value: Mapping[str, Any] | None = event.value
         if value is None:
-            # Only a member's key has an end that means something.
-            return (ev.MemberGone(node_id=name, revision=event.revision),) if kind == "members" else ()
+            # Only of keys on a lease has the end a meaning.
+            match kind:
+                case "members":
+                    return (ev.MemberGone(node_id=name, revision=event.revision),)
+                case "config":
+                    return (ev.ConfigSeen(config=None),)
+                case _:
+                    return ()
         match kind:
             case "members":
                 member = Member.from_json(value)
@@ -205,7 +216,7 @@ class Driver:
                 self._give_up_lease()
                 return None
             case ev.CreateConfig(config=config):
-                return store.create(keys.config, config)
+                return store.create(keys.config, config, lease=self._held_lease())
             case ev.CreateRound(round=made):
                 return store.create(keys.round(made.generation), made.to_json())
             case ev.CreatePlan(plan=plan):
@@ -213,7 +224,16 @@ class Driver:
             case ev.CreateBroken(broken=broken):
                 return store.create(keys.broken(broken.generation), broken.to_json())
             case ev.CreateClosed(closed=closed):
-                return store.create(keys.closed, closed.to_json())
+                done = store.create(keys.closed, closed.to_json(), lease=store.lease(self._settings.closed_ttl_s))
+                self._forget_run()
+                return done
+
+    def _forget_run(self) -> None:
+        """Delete what the run has written, but for its end and its members. Writes take effect in their order, so that
+        no node can come between and take the run for a new one."""
+        kept = (self._keys.closed, f"{self._keys.prefix}members/")
+        for key in sorted(name for name in self._names if not name.startswith(kept)):
+            self._store.delete(key)
 
     def _reap(self) -> bool:
         """Look at the writes that are done: repeat what may succeed, tell the core of a lost lease (then True)."""
@@ -225,7 +245,7 @@ class Driver:
             if error is None or self._state.phase in FINAL_PHASES:
                 continue
             if isinstance(error, LeaseLostError):
-                is_lease_lost = is_lease_lost or self._is_newest_put(write)
+                is_lease_lost = is_lease_lost or self._is_newest_put(write) or isinstance(write, ev.CreateConfig)
             elif not isinstance(error, StoreError) or not error.retryable:
                 raise error
             elif not isinstance(write, ev.PutMember | ev.RejoinMember):
@@ -234,6 +254,7 @@ class Driver:
                 # Repeating an older put would undo the newer one.
                 self._write(ev.PutMember(member=write.member))
         if is_lease_lost:
+            self._give_up_lease()
             self._advance(ev.LeaseLost())
         return is_lease_lost
 
@@ -268,4 +289,5 @@ class Driver:
             self._lease.keep_alive()
             self._keep_alive_at_s = now_s + self._settings.ttl_s / 3
         if now_s >= self._fence_at_s():
+            self._give_up_lease()
             self._advance(ev.LeaseLost())

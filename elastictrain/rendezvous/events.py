@@ -117,7 +117,9 @@ class ClosedSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigSeen:
-    config: Mapping[str, Any]
+    """`config` is None when the store has dropped it with the lease of the node that wrote it."""
+
+    config: Mapping[str, Any] | None
 
 
 StoreChange = MemberSeen | MemberGone | RoundSeen | BrokenSeen | PlanSeen | ClosedSeen | ConfigSeen
@@ -173,6 +175,8 @@ class DeleteMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateConfig:
+    """On this node's lease: what a run has agreed on does not outlive its nodes."""
+
     config: Mapping[str, Any]
 
 

@@ -66,6 +66,7 @@ class ElasticRendezvousHandler(RendezvousHandler):
         self._is_whole_node = is_whole_node
         self._returned = 0
         self._over: Refused | RunClosed | None = None
+        self._failure: Exception | None = None
 
     def get_backend(self) -> str:
         return self._backend
@@ -112,8 +113,21 @@ class ElasticRendezvousHandler(RendezvousHandler):
             return self._driver.num_nodes_waiting
         self._poll()
         state = self._driver.state
-        is_over = self._over is not None or state.fenced >= self._returned > 0
+        # Workers of a run that was closed end by themselves: the agent that closed it had finished.
+        is_over = isinstance(self._over, Refused) or (self._over is None and state.fenced >= self._returned > 0)
         return max(1, self._driver.num_nodes_waiting) if is_over else 0
+
+    def serve(self) -> bool:
+        """Take in what the store has sent and renew the lease, between the agent's calls; False when that is over.
+
+        Never blocks. What fails for good is raised by the agent's next call.
+        """
+        if self._failure is None:
+            try:
+                self._poll()
+            except (RendezvousConnectionError, ConfigError) as error:
+                self._failure = error
+        return self._failure is None
 
     def shutdown(self) -> bool:
         """Leave the rendezvous; the run itself goes on."""
@@ -121,6 +135,8 @@ class ElasticRendezvousHandler(RendezvousHandler):
         return True
 
     def _poll(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         is_planned_restart = False
         try:
             outputs = self._driver.poll()

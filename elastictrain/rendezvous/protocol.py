@@ -84,6 +84,7 @@ def advance(state: State, event: Event, *, now_s: float) -> Transition:
         case CloseRun(reason=reason):
             draft.change(closing=reason)
         case LeaseLost():
+            draft.change(config_sent=state.config is not None)
             if state.put is not None:
                 rejoin(draft, "the lease of this node may have expired")
         case StoreChanged(changes=changes):
@@ -185,7 +186,8 @@ def _absorb(draft: Draft, changes: tuple[StoreChange, ...]) -> None:
             case ClosedSeen(closed=closed):
                 draft.change(closed=closed)
             case ConfigSeen(config=config):
-                draft.change(config=config)
+                # What has gone may have been this node's own: then it is to be said again.
+                draft.change(config=config, config_sent=draft.state.config_sent and config is not None)
             case _ as unreachable:
                 assert_never(unreachable)
     draft.change(members=members, gone=gone)
@@ -223,8 +225,11 @@ def _round_seen(draft: Draft, seen: RoundSeen) -> None:
 
 def _vanished(state: State, changes: tuple[StoreChange, ...], revision: int) -> tuple[StoreChange, ...]:
     listed = {change.member.node_id for change in changes if isinstance(change, MemberSeen)}
-    return tuple(
+    gone: list[StoreChange] = [
         MemberGone(node_id=node_id, revision=revision)
         for node_id, seen in state.members.items()
         if node_id not in listed and seen.revision <= revision
-    )
+    ]
+    if not any(isinstance(change, ConfigSeen) for change in changes):
+        gone.append(ConfigSeen(config=None))
+    return tuple(gone)

@@ -5,7 +5,9 @@ members/<node_id>    one Member per node, on the node's lease
 round/<generation>   the agreed Round; created once
 plan/<generation>    somebody wants the Round to end at a step boundary; created once
 broken/<generation>  the Round is over now; created once
-closed               the run is over; created once
+closed               the run is over; created once, on a lease of its own that nobody renews
+
+Who closes the run deletes all but the last, which the store drops by itself.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ class Settings:
     """How long each node gives the one before it in the join order to act first."""
     ttl_s: float = 10.0
     """Life of this node's lease; infinite where the store cannot outlive the node."""
+    closed_ttl_s: float = 60.0
+    """How long the record of a finished run tells late nodes of it; then its id may be used again."""
     agreed: Mapping[str, str] = field(default_factory=dict)
     """More that must be equal on every node, such as the version."""
 
@@ -62,9 +66,9 @@ class Settings:
                 field="min_world_size",
                 seen=self.min_world_size,
             )
-        for name in ("join_timeout_s", "last_call_timeout_s", "takeover_s", "ttl_s"):
+        for name in ("join_timeout_s", "last_call_timeout_s", "takeover_s", "ttl_s", "closed_ttl_s"):
             seconds = getattr(self, name)
-            if not seconds >= 0 or (name == "ttl_s" and seconds == 0):
+            if not seconds >= 0 or (name.endswith("ttl_s") and seconds == 0):
                 raise ConfigError(f"{name} {seconds}: expected a positive number of seconds", field=name, seen=seconds)
 
     def config(self) -> dict[str, Any]:
@@ -101,7 +105,10 @@ class Member:
     expected: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        workers = [{"worker_id": one.worker_id, "local_rank": one.local_rank} for one in self.candidates]
+        workers = [
+            {"worker_id": one.worker_id, "local_rank": one.local_rank, "evaluating": one.evaluating}
+            for one in self.candidates
+        ]
         position = self.position
         return {
             "version": RECORD_VERSION,
@@ -124,7 +131,10 @@ class Member:
         candidates = []
         for one in _list(what, value, "candidates"):
             worker_id, local_rank = _text(what, one, "worker_id"), _count(what, one, "local_rank")
-            candidates.append(Candidate(worker_id=worker_id, node_id=node_id, local_rank=local_rank))
+            evaluating = one.get("evaluating") is True
+            candidates.append(
+                Candidate(worker_id=worker_id, node_id=node_id, local_rank=local_rank, evaluating=evaluating)
+            )
         position = value.get("position")
         if position is not None:
             generation, step = _count(what, position, "generation"), _count(what, position, "step")

@@ -122,8 +122,9 @@ def test_agents_meet_again_when_one_restarts_its_workers(machines: Machines) -> 
 def test_handler_raises_as_torch_expects_when_it_cannot_join(machines: Machines) -> None:
     with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 nodes"):
         machines.make("a", min_nodes=2, join_timeout_s=0.01).next_rendezvous()
-    with pytest.raises(ConfigError, match="min_nodes=1"):
-        machines.make("b", min_nodes=1).next_rendezvous()
+    machines.make("b", min_nodes=1).next_rendezvous()
+    with pytest.raises(ConfigError, match="min_nodes=2"):
+        machines.make("c", min_nodes=2).next_rendezvous()
 
 
 def test_handlers_raise_when_the_run_is_closed(machines: Machines) -> None:

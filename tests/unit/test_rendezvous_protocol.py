@@ -121,10 +121,27 @@ def test_node_says_what_must_agree_when_the_run_is_new() -> None:
     assert transition.effects[0] == ev.PutMember(member=Member(node_id="a", host="a.local", store_port=1, expected=2))
 
 
-def test_node_is_refused_with_both_values_when_its_configuration_differs() -> None:
+def test_node_waits_for_the_last_lease_when_a_dead_run_had_another_configuration() -> None:
     state = start(settings(max_nodes=3), node_id="a", host="a.local", store_port=1)
     other = ev.ConfigSeen(config=settings(max_nodes=2).config())
     state, effects = step(state, ev.NodeReady(), ev.SnapshotSeen(changes=(other,), revision=1))
+    assert effects == []
+    state, effects = step(state, told(ev.ConfigSeen(config=None)))
+    assert effects == [ev.CreateConfig(config=state.settings.config())]
+
+
+def test_node_says_again_what_must_agree_when_the_node_that_had_said_it_is_gone() -> None:
+    state, effects = step(running("a"), told(ev.ConfigSeen(config=None)))
+    assert effects == [ev.CreateConfig(config=state.settings.config())]
+    _, effects = step(state, told(ev.ConfigSeen(config=state.settings.config())))
+    assert effects == []
+
+
+def test_node_is_refused_with_both_values_when_its_configuration_differs() -> None:
+    state = start(settings(max_nodes=3), node_id="a", host="a.local", store_port=1)
+    other = ev.ConfigSeen(config=settings(max_nodes=2).config())
+    holder = seen(member("b"), created=1)
+    state, effects = step(state, ev.NodeReady(), ev.SnapshotSeen(changes=(other, holder), revision=1))
     (refused,) = effects
     assert isinstance(refused, ev.Refused)
     assert refused.kind == "config"
@@ -441,7 +458,8 @@ def test_late_word_about_a_member_is_not_believed() -> None:
 
 def test_member_is_gone_when_a_new_snapshot_does_not_list_it() -> None:
     state = running("a")
-    _, effects = step(state, ev.SnapshotSeen(changes=(state.members["a"],), revision=50))
+    config = ev.ConfigSeen(config=state.settings.config())
+    _, effects = step(state, ev.SnapshotSeen(changes=(state.members["a"], config), revision=50))
     assert isinstance(effects[0], ev.CreateBroken)
     assert effects[0].broken.node_id == "b"
 
