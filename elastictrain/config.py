@@ -80,8 +80,23 @@ class World:
     """Workers on this node that wait, imports done, to replace a lost one."""
     local_addr: str | None = None
     """Address of this node for its peers and workers; None: found by the agent."""
+    rdzv_backend: str = "embedded"
+    """Where nodes meet: "embedded", the memory of the one agent, or "etcd3"."""
+    rdzv_endpoint: str = ""
+    """Address of the store, as given."""
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
+    """Further settings of the store, as given; holds no secret."""
     join_timeout_s: float = 600.0
     """How long the first rendezvous waits for the fewest nodes."""
+    last_call_timeout_s: float = 30.0
+    """How long the first round waits for more nodes once it has the fewest."""
+    ttl_s: float = 10.0
+    """How long a node may be silent before the others go on without it."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other nodes may take part, so that store and addresses must be reachable for them."""
+        return self.rdzv_backend == "etcd3"
 
     def __post_init__(self) -> None:
         _require(self.nproc_per_node >= 1, "--nproc-per-node", "1 or more workers", self.nproc_per_node)
@@ -95,6 +110,7 @@ class World:
             self.min_world_size,
         )
         _require(self.join_timeout_s > 0, "--rdzv-conf join_timeout", "more than 0 seconds", self.join_timeout_s)
+        _require(self.ttl_s >= 1, "--rdzv-conf ttl", "1 second or more", self.ttl_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from elastictrain.clock import SystemClock
 from elastictrain.config import ENTRYPOINT_VARIABLE, Program, RunConfig
@@ -21,8 +21,6 @@ from elastictrain.resolve import read_log_level, resolve_run
 from elastictrain.run_directory import RunClaim, claim_run_dir
 
 logger = get_logger(__name__)
-
-LOOPBACK: Final = "127.0.0.1"
 
 
 def entrypoint_of(program: Program) -> tuple[str, tuple[str, ...]]:
@@ -90,6 +88,7 @@ def launch(
     configure_logging(read_log_level(os.environ))
     if not callable(fn):
         raise ConfigError(f"launch(fn, ...) takes a function, saw {type(fn).__name__}", field="fn")
+    from elastictrain.agent.meeting import check_meeting
     from elastictrain.resolve import OPTIONS
 
     if unknown := sorted(options.keys() - OPTIONS.keys()):
@@ -99,6 +98,7 @@ def launch(
     namespace = argparse.Namespace(script=name, script_args=[], nproc_per_node=str(nproc_per_node), **texts)
     config = replace(resolve_run(namespace, os.environ), argv=("launch", name))
     _say_warnings(config)
+    check_meeting(config, os.environ)
     with claim_run_dir(config, resume=False):
         code, reason = _launch_claimed(config, fn, tuple(args))
     if code != 0:
@@ -158,22 +158,22 @@ def _run_agent(
     """Put the agent together, run it, tell how it ended. Returns the exit code."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+    from elastictrain.agent.meeting import open_meeting
     from elastictrain.agent.node_agent import NodeAgent
     from elastictrain.agent.recorder import Recorder
-    from elastictrain.agent.store_host import StoreHost
     from elastictrain.rendezvous.handler import ElasticRendezvousHandler
 
     clock = SystemClock()
-    node_id = _node_id()
-    store_host = StoreHost(LOOPBACK)
-    driver = _embedded_driver(config, node_id, store_host.port)
-    recorder = Recorder(run_id=config.run_id, run_dir=config.run_dir, node_id=node_id, clock=clock)
+    meeting = open_meeting(config, clock, os.environ)
+    recorder = Recorder(run_id=config.run_id, run_dir=config.run_dir, node_id=meeting.node_id, clock=clock)
     try:
         if committed_step is not None:
             recorder.set_history(committed_step)
         recorder.run_started(config.to_spec())
         recorder.start_exporter(config.metrics.host, config.metrics.port, health=lambda: None)
-        handler = ElasticRendezvousHandler(driver, clock=clock, backend="embedded", store_factory=_refuse_store)
+        handler = ElasticRendezvousHandler(
+            meeting.driver, clock=clock, backend=config.world.rdzv_backend, store_factory=_refuse_store
+        )
         spec = WorkerSpec(
             role=config.role,
             local_world_size=config.world.nproc_per_node,
@@ -184,55 +184,32 @@ def _run_agent(
         agent = NodeAgent(
             spec,
             config=config,
-            driver=driver,
+            meeting=meeting,
             fork_server=fork_server,
             recorder=recorder,
-            store_host=store_host,
             clock=clock,
-            node_id=node_id,
             uses_agent_store=uses_agent_store,
             resume_at_step=resume_at_step,
         )
         agent.run(config.role)
     finally:
+        meeting.close()
         recorder.close()
     _say_end(agent, config)
-    return agent.exit_code
-
-
-def _embedded_driver(config: RunConfig, node_id: str, store_port: int) -> Any:
-    """The rendezvous of a run on one node: its store is this process's memory, so its lease never ends."""
-    from elastictrain.rendezvous.driver import Driver
-    from elastictrain.rendezvous.embedded import EmbeddedStore
-    from elastictrain.rendezvous.records import Settings
-
-    clock = SystemClock()
-    settings = Settings(
-        run_id=config.run_id,
-        min_world_size=config.world.min_world_size,
-        join_timeout_s=config.world.join_timeout_s,
-        ttl_s=float("inf"),
-    )
-    store = EmbeddedStore(clock=clock)
-    return Driver(store, settings, clock=clock, node_id=node_id, host=LOOPBACK, store_port=store_port)
+    return agent.ending.exit_code
 
 
 def _refuse_store(host: str, port: int) -> Any:
     raise NotImplementedError(f"the agent's own loop hands out {host}:{port}")
 
 
-def _node_id() -> str:
-    name = "".join(c if c.isalnum() or c in "-_" else "-" for c in socket.gethostname())
-    return name.strip("-_") or "node"
-
-
 def _say_end(agent: Any, config: RunConfig) -> None:
     """The last words: how the run ended; on a failure its traceback, rank and step come last."""
-    if agent.exit_code == 0:
+    if agent.ending.exit_code == 0:
         logger.info("run %s finished at step %d", config.run_id, agent.recorder.committed_step)
         return
-    logger.error("run %s ended with exit code %d: %s", config.run_id, agent.exit_code, agent.end_reason)
-    failure = agent.failure
+    logger.error("run %s ended with exit code %d: %s", config.run_id, agent.ending.exit_code, agent.ending.reason)
+    failure = agent.ending.failure
     if failure is None:
         return
     rank = "?" if failure.rank is None else failure.rank

@@ -54,8 +54,8 @@ class Entries(list[Entry]):
 class LedgerScan:
     """Yields the events of a run directory one by one; `problems` and `num_files` are complete afterwards.
 
-    Files are merged by wall time, each keeping its own order: with several nodes the clocks must agree to within the
-    time a start takes. Events behind a break are still yielded where they can be read. A million events take seconds.
+    Files are merged by generation and step, which all nodes agree on, each keeping its own order: no clock of a node is
+    compared with another's. Events behind a break are still yielded where they can be read. A million take seconds.
     """
 
     run_dir: Path
@@ -71,7 +71,9 @@ class LedgerScan:
             if head_path.with_suffix(".jsonl") not in paths:
                 self.problems.append(Problem(head_path.with_suffix(".jsonl"), 1, "removed", "the whole file is gone"))
         streams = [self._file(path, run_id) for path in paths]
-        return streams[0] if len(streams) == 1 else heapq.merge(*streams, key=lambda entry: entry.wall)
+        if len(streams) == 1:
+            return streams[0]
+        return (entry for _, _, entry in heapq.merge(*map(_placed, streams), key=lambda placed: placed[:2]))
 
     def _file(self, path: Path, run_id: str | None) -> Iterator[Entry]:
         for item in scan_file(path, run_id=run_id):
@@ -79,6 +81,18 @@ class LedgerScan:
                 self.problems.append(item)
             else:
                 yield item
+
+
+def _placed(stream: Iterator[Entry]) -> Iterator[tuple[int, int, Entry]]:
+    """Each event of one file with the generation and the step that this node was in."""
+    generation = step = 0
+    for entry in stream:
+        told = entry.fields.get("generation")
+        if type(told) is int and told > generation:
+            generation, step = told, 0
+        if entry.event in ("commit", "resumed", "evaluated") and type(entry.fields.get("step")) is int:
+            step = entry.fields["step"]
+        yield generation, step, entry
 
 
 def read_run_id(run_dir: Path) -> str | None:

@@ -47,8 +47,9 @@ from elastictrain.notation import (
 
 RUNS_FOLDER = "runs"
 EMBEDDED_BACKENDS = ("embedded", "static", "c10d")
-# Backends that torch registers or that a later version brings: known words, so that the error is about them.
-OTHER_BACKENDS = ("etcd3", "etcd", "etcd-v2")
+ETCD_BACKEND = "etcd3"
+# Backends that torch registers: known words, so that the error is about them.
+OTHER_BACKENDS = ("etcd", "etcd-v2")
 START_METHODS = ("spawn", "fork", "forkserver")
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 
@@ -105,6 +106,8 @@ OPTIONS: Mapping[str, Option] = {
     "metrics_port": Option(variable=False),
 }
 
+# Keys of --rdzv-conf that are times, in seconds.
+_TIMES = {"join_timeout": "600", "last_call_timeout": "30", "ttl": "10"}
 _MEETING = "the workers of one node meet without an address, on a port chosen anew for each round"
 # Options of torchrun that do nothing here, by the reason that the warning gives.
 _WITHOUT_EFFECT = {
@@ -249,18 +252,27 @@ def _check_rendezvous(settings: Mapping[str, Setting]) -> None:
     """Refuse what one node cannot do, and what contradicts --standalone."""
     most = read_nodes(_given(settings, "nnodes"))[1]
     backend, endpoint = _given(settings, "rdzv_backend"), _given(settings, "rdzv_endpoint")
-    read_choice(backend, (*EMBEDDED_BACKENDS, *OTHER_BACKENDS))
+    read_choice(backend, (*EMBEDDED_BACKENDS, ETCD_BACKEND, *OTHER_BACKENDS))
     if _flag(settings, "standalone"):
-        for contradicts, given in ((most > 1, _given(settings, "nnodes")), (bool(endpoint.text), endpoint)):
+        is_etcd = backend.text == ETCD_BACKEND
+        given = ((most > 1, _given(settings, "nnodes")), (bool(endpoint.text), endpoint), (is_etcd, backend))
+        for contradicts, option in given:
             if contradicts:
-                raise given.error(expected="one node without an address, as --standalone says", fix="drop one of them")
+                raise option.error(expected="one node without an address, as --standalone says", fix="drop one of them")
     if backend.text in OTHER_BACKENDS:
         raise backend.error(
-            expected="embedded: this version runs one node", fix=f"drop it ({backend.text} comes with several nodes)"
+            expected=f"{ETCD_BACKEND}, which speaks version 3 of etcd's interface", fix=f"give {ETCD_BACKEND}"
         )
-    if most > 1:
-        raise _given(settings, "nnodes").error(
-            expected="1: this version runs one node", fix="give --nnodes 1 and raise --nproc-per-node, or use torchrun"
+    if backend.text == ETCD_BACKEND:
+        run_id = _given(settings, "rdzv_id")
+        if run_id.text in {"", "none"}:
+            raise run_id.error(expected="a name for the run, the same on every node", fix="give --rdzv-id NAME")
+        if not endpoint.text:
+            raise endpoint.error(expected="HOST:PORT of etcd", fix="give e.g. --rdzv-endpoint etcd-0.example:2379")
+    elif most > 1:
+        raise backend.error(
+            expected=f"{ETCD_BACKEND}, by which several nodes meet",
+            fix="give --rdzv-backend etcd3 --rdzv-endpoint HOST:PORT --rdzv-id NAME, or --nnodes 1",
         )
 
 
@@ -315,7 +327,12 @@ def _world(settings: Mapping[str, Setting], num_workers: int) -> World:
         min_world_size=read_count(_given(settings, "min_world_size"), minimum=1, example=1),
         spares=read_count(_given(settings, "spares"), minimum=0, example=1),
         local_addr=_text(settings, "local_addr") or None,
-        join_timeout_s=_join_timeout_s(_given(settings, "rdzv_conf")),
+        rdzv_backend=_text(settings, "rdzv_backend"),
+        rdzv_endpoint=_text(settings, "rdzv_endpoint"),
+        rdzv_conf=read_pairs(_given(settings, "rdzv_conf")),
+        join_timeout_s=_conf_seconds(_given(settings, "rdzv_conf"), "join_timeout"),
+        last_call_timeout_s=_conf_seconds(_given(settings, "rdzv_conf"), "last_call_timeout"),
+        ttl_s=_conf_seconds(_given(settings, "rdzv_conf"), "ttl"),
     )
 
 
@@ -341,9 +358,9 @@ def _optional_count(
     return read_count(_given(settings, name), minimum=0, maximum=maximum, example=example)
 
 
-def _join_timeout_s(given: Given) -> float:
-    text = read_pairs(given).get("join_timeout", "600")
-    return read_seconds(Given("--rdzv-conf join_timeout", text, given.origin), example="600")
+def _conf_seconds(given: Given, name: str) -> float:
+    text = read_pairs(given).get(name, _TIMES[name])
+    return read_seconds(Given(f"--rdzv-conf {name}", text, given.origin), example=_TIMES[name])
 
 
 def _shutdown_timeout_s(given: Given, environ: Mapping[str, str]) -> float:
@@ -364,10 +381,13 @@ def _warnings(settings: Mapping[str, Setting]) -> tuple[str, ...]:
     if _text(settings, "numa_binding"):
         read_choice(_given(settings, "numa_binding"), NUMA_MODES)
     names: dict[str, list[str]] = {}
+    is_shared = _text(settings, "rdzv_backend") == ETCD_BACKEND
     for name, reason in _WITHOUT_EFFECT.items():
+        if is_shared and name in {"rdzv_endpoint", "local_addr"}:
+            continue
         if settings[name].text not in {OPTIONS[name].default, None, ""}:
             names.setdefault(reason, []).append(_spelled(name))
     unused = sorted(read_pairs(_given(settings, "rdzv_conf")).keys() - {"join_timeout"})
-    if unused:
+    if unused and not is_shared:
         names["the embedded rendezvous knows join_timeout only"] = [f"--rdzv-conf {', '.join(unused)}"]
     return tuple(f"{', '.join(given)}: no effect here: {reason}" for reason, given in names.items())

@@ -6,6 +6,7 @@ RUN_DIR/agent.lock   held by the living agent (flock); holds its pid as text
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -64,6 +65,8 @@ def claim_run_dir(config: RunConfig, *, resume: bool) -> RunClaim:
     a file, cannot be written, or (resume) is no run directory.
     """
     run_dir = config.run_dir
+    if config.world.is_shared:
+        return _join_run_dir(config)
     if resume:
         read_spec(run_dir)
     else:
@@ -79,6 +82,30 @@ def claim_run_dir(config: RunConfig, *, resume: bool) -> RunClaim:
         if not resume:
             _check_vacant(run_dir)  # again, now that no other agent can come between
             _write_once(run_dir / SPEC_NAME, json.dumps(config.to_spec(), indent=1).encode() + b"\n")
+    except OSError as error:
+        os.close(lock_fd)
+        raise _unwritable(run_dir, error) from None
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return RunClaim(run_dir, lock_fd)
+
+
+def _join_run_dir(config: RunConfig) -> RunClaim:
+    """Be one of the agents of this run's nodes that share the folder, as the first or beside others, or come back."""
+    run_dir = config.run_dir
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock_fd = os.open(run_dir / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise _unwritable(run_dir, error) from None
+    try:
+        _lock(lock_fd, run_dir, is_shared=True)
+        if not (run_dir / SPEC_NAME).exists():
+            with contextlib.suppress(FileExistsError):  # another node was faster
+                _write_once(run_dir / SPEC_NAME, json.dumps(config.to_spec(), indent=1).encode() + b"\n")
+        if read_spec(run_dir)["run_id"] != config.run_id:
+            _check_vacant(run_dir)
     except OSError as error:
         os.close(lock_fd)
         raise _unwritable(run_dir, error) from None
@@ -158,10 +185,10 @@ def _description(run_dir: Path) -> str:
     return f"run {spec['run_id']} of {script}"
 
 
-def _lock(lock_fd: int, run_dir: Path) -> None:
+def _lock(lock_fd: int, run_dir: Path, *, is_shared: bool = False) -> None:
     """Take the lock without waiting, and leave our pid in the file for whoever finds it held."""
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock_fd, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(lock_fd, 32, 0).decode(errors="replace").strip() or "unknown"
         raise ConfigError(

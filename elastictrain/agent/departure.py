@@ -4,6 +4,9 @@
     stop_at   all commit the furthest of these, then stand still; those of a broken round stand still anyway
     save      one that holds the newest step saves it, if that is not done yet
 
+With other nodes in the round the agents agree on the step (a plan in the store), the others train on without this node,
+and it saves what it holds all the same: they may be leaving too.
+
 The first signal asks; `--grace-period-s` is how long that may take. A second signal ends everything at once. A script
 that does not join gets the signal itself and `--shutdown-timeout` seconds.
 """
@@ -21,6 +24,7 @@ from elastictrain.agent.membership import seated
 from elastictrain.agent.supervisor import Phase, WorkerProcess
 from elastictrain.clock import Deadline
 from elastictrain.log import get_logger
+from elastictrain.rendezvous import events as ev
 
 if TYPE_CHECKING:
     from elastictrain.agent.node_agent import NodeAgent
@@ -38,11 +42,17 @@ class Departure:
         self._deadline: Deadline | None = None
         self._signal: signal.Signals | None = None
         self._held_generation = 0
+        self._by_plan = False
         self._saver: WorkerProcess | None = None
 
     @property
     def is_leaving(self) -> bool:
         return self._signal is not None
+
+    @property
+    def publishes(self) -> bool:
+        """Whether the other nodes are still told of the workers here: they wait for these to park."""
+        return self._signal is None or self._by_plan
 
     @contextlib.contextmanager
     def watching_signals(self, selector: selectors.BaseSelector) -> Iterator[None]:
@@ -81,7 +91,7 @@ class Departure:
         agent = self._agent
         if self._signal is not None:
             logger.warning("%s again: ending at once", number.name)
-            agent.end(128 + number, f"ended by a second {number.name}")
+            agent.ending.end(128 + number, f"ended by a second {number.name}")
             return
         self._signal = number
         members = seated(agent.workers, agent.round)
@@ -92,6 +102,10 @@ class Departure:
             for worker in agent.supervisor.alive():
                 agent.kill(worker, number)
             return
+        assert agent.round is not None
+        self._by_plan = len(agent.round.node_ids) > 1
+        if self._by_plan:
+            agent.driver.handle(ev.LeaveRun(reason=f"{number.name} to the agent"))
         limit_s = agent.config.grace_period_s
         self._deadline = Deadline.after("--grace-period-s", limit_s, agent.clock)
         logger.info("%s: stopping at a step and saving it, %.0f s at most", number.name, limit_s)
@@ -111,12 +125,21 @@ class Departure:
             logger.warning("%s is over: ending now, the newest checkpoint is what stays", self._deadline.name)
             self._finish(128 + self._signal, f"ended by {self._signal.name}")
         elif not agent.supervisor.alive():
-            agent.end_if_done()  # the signal came when training was over
+            agent.ending.end_if_done()  # the signal came when training was over
             self._finish(self._exit_code, f"ended by {self._signal.name}")
-        elif members := seated(agent.workers, agent.round):
-            self._hold(members)
+        elif members := self._members():
+            if not self._by_plan:
+                self._hold(members)
             if all(worker.phase is Phase.PARKED for worker in members):
                 self._save(members)
+
+    def _members(self) -> list[WorkerProcess]:
+        """The workers that are to stand still: those in the round, or that were in it when the others went on."""
+        agent = self._agent
+        members = seated(agent.workers, agent.round)
+        if not members and self._by_plan:
+            return [worker for worker in agent.supervisor.alive() if worker.phase is Phase.PARKED]
+        return members
 
     @property
     def _exit_code(self) -> int:
@@ -150,12 +173,13 @@ class Departure:
             return
         step = self._agent.recorder.committed_step
         lost = f", which could not be saved ({error})" if error else ""
-        reason = f"stopped by {self._signal.name} at step {step}{lost}; `elastictrain resume` continues the run"
+        others = "the other nodes go on" if self._by_plan else "`elastictrain resume` continues the run"
+        reason = f"stopped by {self._signal.name} at step {step}{lost}; {others}"
         self._finish(self._exit_code, reason)
 
     def _finish(self, exit_code: int, reason: str) -> None:
         self._deadline = None
-        self._agent.end(exit_code, reason)
+        self._agent.ending.end(exit_code, reason)
 
     def deadline_s(self) -> float | None:
         return self._deadline.at_s if self._deadline is not None else None

@@ -35,8 +35,11 @@ class Dialogue:
             agent.kill(worker)
             return
         worker.is_elastic = True
-        worker.is_newcomer = any(other.holds_state for other in agent.supervisor.alive() if other is not worker)
         round_ = agent.round
+        has_others = any(other.holds_state for other in agent.supervisor.alive() if other is not worker)
+        # A Round that this node has no part in is that of nodes which train; if they are dead, nobody holds the state,
+        # and the workers find that out together.
+        worker.is_newcomer = has_others or (round_ is not None and agent.node_id not in round_.node_ids)
         world_size = agent.config.world.nproc_per_node
         rank = worker.local_rank
         if worker.is_newcomer and round_ is not None:
@@ -116,12 +119,12 @@ class Dialogue:
             self._agent.recorder.evaluated(int(message["step"]), message["result"])
 
     def _saved(self, _: WorkerProcess, message: Mapping[str, Any]) -> None:
-        self._agent.has_failed_final_save = False
+        self._agent.ending.has_failed_final_save = False
         self._agent.saved_step = int(message["step"])
         self._agent.recorder.checkpointed(message)
 
     def _save_failed(self, _: WorkerProcess, message: Mapping[str, Any]) -> None:
-        self._agent.has_failed_final_save = bool(message["final"])
+        self._agent.ending.has_failed_final_save = bool(message["final"])
         self._agent.recorder.checkpoint_failed(int(message["step"]), str(message["error"]))
         self._agent.departure.saved(str(message["error"]))
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Final
 
+from elastictrain.agent.address import interface_of
 from elastictrain.config import WORKER_ID_VARIABLE, RunConfig
 
 # NCCL's watchdog must not end the process on an error: the worker recovers in place. 2: clean up only.
@@ -26,18 +27,23 @@ def worker_environment(
     """The variables of one worker, under torchrun's names. A variable that the user has set is never overwritten."""
     size = config.world.nproc_per_node
     env = dict(base)
+    if not config.world.is_shared:
+        env.update(
+            RANK=str(local_rank),
+            GROUP_RANK="0",
+            ROLE_RANK=str(local_rank),
+            WORLD_SIZE=str(size),
+            GROUP_WORLD_SIZE="1",
+            ROLE_WORLD_SIZE=str(size),
+            MASTER_ADDR=master_addr,
+            MASTER_PORT=str(master_port),
+        )
+    # With several nodes the world is known in `init` only. A script that does not call it must fail at the missing
+    # variables, rather than train a world of its own on every node.
     env.update(
         LOCAL_RANK="0" if config.virtual_local_rank else str(local_rank),
-        RANK=str(local_rank),
-        GROUP_RANK="0",
-        ROLE_RANK=str(local_rank),
         ROLE_NAME=config.role,
         LOCAL_WORLD_SIZE=str(size),
-        WORLD_SIZE=str(size),
-        GROUP_WORLD_SIZE="1",
-        ROLE_WORLD_SIZE=str(size),
-        MASTER_ADDR=master_addr,
-        MASTER_PORT=str(master_port),
         TORCHELASTIC_RESTART_COUNT=str(restart_count),
         TORCHELASTIC_MAX_RESTARTS=str(config.max_restarts if config.max_restarts is not None else 3),
         TORCHELASTIC_RUN_ID=config.run_id,
@@ -46,8 +52,10 @@ def worker_environment(
     env[WORKER_ID_VARIABLE] = worker_id
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", NCCL_ERROR_HANDLING)
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch would tell every lost connection with a C++ stack
-    if config.world.max_nodes == 1:
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would look the host name up and may listen to the outside
+    # gloo would look the host name up, and may listen where nobody should or nobody can connect.
+    interface = interface_of(master_addr)
+    if interface is not None:
+        env.setdefault("GLOO_SOCKET_IFNAME", interface)
     if config.omp_num_threads is not None:
         env.setdefault("OMP_NUM_THREADS", str(config.omp_num_threads))
     if config.virtual_local_rank:

@@ -75,3 +75,16 @@ def failure_of(worker: WorkerProcess) -> Failure | None:
         is_config=bool(told.get("is_config", False)),
         incident=(worker.generation, 0 if worker.generation else worker.attempt),
     )
+
+
+def is_done(workers: Sequence[WorkerProcess]) -> bool:
+    """Whether a worker has finished and none is left that still has something to finish."""
+    ended_well = [
+        w for w in workers if w.phase is Phase.ENDED and w.exit_code == 0 and not (w.killed_by_agent or w.left_early)
+    ]
+    busy = [
+        w
+        for w in workers
+        if w.is_alive and (w.is_late or not (w.is_newcomer and w.phase in (Phase.STARTING, Phase.WAITING)))
+    ]
+    return bool(ended_well) and not busy and not any(w.phase is Phase.LOST for w in workers)

@@ -22,7 +22,9 @@ from torch.distributed.elastic.agent.server.api import (
 
 from elastictrain.agent.departure import Departure
 from elastictrain.agent.dialogue import Dialogue
+from elastictrain.agent.ending import EXIT_FAILED, EXIT_USAGE, Ending
 from elastictrain.agent.environment import current_environment, worker_environment
+from elastictrain.agent.meeting import Meeting
 from elastictrain.agent.membership import failure_of, local_view, seated
 from elastictrain.agent.policy import Action, Budget, Failure, decide
 from elastictrain.agent.recorder import Recorder
@@ -32,14 +34,13 @@ from elastictrain.agent.streams import Streams
 from elastictrain.agent.supervisor import Phase, Supervisor, WorkerProcess
 from elastictrain.clock import Clock, Deadline
 from elastictrain.config import RunConfig
+from elastictrain.errors import ElasticTrainError
 from elastictrain.log import ChangeLog, get_logger
 from elastictrain.rendezvous import events as ev
-from elastictrain.rendezvous.driver import Driver
 from elastictrain.topology import Round
 
 logger = get_logger(__name__)
 
-EXIT_FAILED, EXIT_USAGE = 1, 2
 # A dying process closes its connections a moment before the kernel tells of its death: the true cause may come first.
 SUSPICION_S: Final = 0.02
 
@@ -47,7 +48,7 @@ SUSPICION_S: Final = 0.02
 class NodeAgent(SimpleElasticAgent):
     """Supervises the workers of this node and speaks for them in the rendezvous.
 
-    `run()` blocks until the run is over on this node; `exit_code` and `report` tell how it ended. All its methods run
+    `run()` blocks until the run is over on this node; `ending` tells how it ended. All its methods run
     in the thread that called `run`.
     """
 
@@ -56,24 +57,20 @@ class NodeAgent(SimpleElasticAgent):
         spec: WorkerSpec,
         *,
         config: RunConfig,
-        driver: Driver,
+        meeting: Meeting,
         fork_server: Any,
         recorder: Recorder,
-        store_host: StoreHost,
         clock: Clock,
-        node_id: str,
         uses_agent_store: bool,
         resume_at_step: int | None,
     ) -> None:
         super().__init__(spec)
-        self.config, self.recorder, self.driver = config, recorder, driver
-        self.clock, self.node_id, self.resume_at_step = clock, node_id, resume_at_step
-        self.exit_code = EXIT_FAILED
-        self.failure: Failure | None = None
-        self.end_reason = ""
+        self.config, self.recorder, self.driver = config, recorder, meeting.driver
+        self.clock, self.node_id, self.resume_at_step = clock, meeting.node_id, resume_at_step
+        self.ending = Ending(self)
         self._uses_agent_store = uses_agent_store
-        self._store_host = store_host
-        self._master_port = find_master_port(store_host, uses_agent_store=uses_agent_store)
+        self._store_host = meeting.store_host
+        self._master_port = find_master_port(self._store_host, uses_agent_store=uses_agent_store)
         self._selector = selectors.DefaultSelector()
         self.supervisor = Supervisor(
             fork_server=fork_server,
@@ -82,20 +79,21 @@ class NodeAgent(SimpleElasticAgent):
             on_message=self._on_message,
             on_death=self._on_death,
             on_exit=self._on_exit,
-            on_fork_server_lost=lambda: self.end(EXIT_FAILED, "the fork server was killed, and the workers with it"),
+            on_fork_server_lost=lambda: self.ending.end(
+                EXIT_FAILED, "the fork server was killed, and the workers with it"
+            ),
         )
         self._streams = Streams(config, self._selector)
         self._dialogue = Dialogue(self)
-        self.recovery = RecoveryRecord(recorder, clock)
+        self.recovery = RecoveryRecord(recorder, clock, self.node_id)
         self.departure = Departure(self)
         self._budget = Budget(max_restarts=config.max_restarts)
         self._view: ev.LocalChanged | None = None
         self._changes = ChangeLog(logger)
         self._attempts: dict[int, int] = {}
-        self._is_over = self._is_restarting = False
+        self._is_restarting = False
         self.saved_step = -1
         self._suspicion: tuple[Deadline, int, WorkerProcess, str] | None = None
-        self.has_failed_final_save = False
 
     # -- what the base class asks for ------------------------------------------------------------------------------
 
@@ -130,13 +128,13 @@ class NodeAgent(SimpleElasticAgent):
         self.driver.handle(ev.NodeReady(expected=self.config.world.nproc_per_node))
         self._start_workers(self._worker_group)
         with self.departure.watching_signals(self._selector):
-            while not self._is_over or self.supervisor.alive():
+            while not self.ending.is_over or self.supervisor.alive():
                 self._turn()
         return self._result()
 
     def _result(self) -> RunResult:
         """The outcome in the base class's terms: by the ranks that the workers began with."""
-        if self.exit_code:
+        if self.ending.exit_code:
             return RunResult(state=WorkerState.FAILED)
         ranks = [worker.global_rank for worker in self._worker_group.workers]
         return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
@@ -149,7 +147,7 @@ class NodeAgent(SimpleElasticAgent):
             key.data()
         self.supervisor.read_due()
         self.publish()
-        for output in self.driver.poll():
+        for output in self._poll():
             self._take_output(output)
         if self._suspicion is not None and self._suspicion[0].has_passed(self.clock):
             _, generation, worker, error = self._suspicion
@@ -175,7 +173,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def publish(self) -> None:
         """Tell the rendezvous what has changed on this node."""
-        if self._is_over or self.departure.is_leaving:
+        if self.ending.is_over or not self.departure.publishes:
             return
         view = local_view(self.workers, self.round, node_id=self.node_id)
         if view != self._view:
@@ -201,10 +199,11 @@ class NodeAgent(SimpleElasticAgent):
                 if not is_first_start and not is_ending:  # neither is a wait for somebody
                     self._changes.note("waiting", reason)
             case ev.Refused(message=message):
-                self.end(EXIT_USAGE if output.kind == "config" else EXIT_FAILED, message)
-            case ev.Left(reason=reason) | ev.RunClosed(reason=reason):
-                if not self._is_over:
-                    self._changes.note("closed", reason)
+                self.ending.end(EXIT_USAGE if output.kind == "config" else EXIT_FAILED, message)
+            case ev.RunClosed(reason=reason):
+                self.ending.closed_by_another(reason)
+            case ev.Left(reason=reason):
+                self._changes.note("closed", reason)
 
     def _fence(self, fence: ev.Fence) -> None:
         self._suspicion = None
@@ -274,7 +273,7 @@ class NodeAgent(SimpleElasticAgent):
     def mark_broken(self, worker: WorkerProcess, cause: str, detail: str) -> None:
         """The current generation cannot go on, and this worker is why (or knows why)."""
         round_ = self.round
-        if round_ is not None and round_.seat_of(worker.worker_id) is not None and not self._is_over:
+        if round_ is not None and round_.seat_of(worker.worker_id) is not None and not self.ending.is_over:
             self.driver.handle(
                 ev.LocalBroken(
                     generation=round_.generation, cause=cause, worker_id=worker.worker_id, detail=detail[:2000]
@@ -296,7 +295,7 @@ class NodeAgent(SimpleElasticAgent):
         if not worker.has_finished:
             self.mark_broken(worker, "worker_exception" if worker.exception else "worker_lost", "")
             self.publish()
-            for output in self.driver.poll():  # at once: nothing else in this turn comes before the fence
+            for output in self._poll():  # at once: nothing else in this turn comes before the fence
                 self._take_output(output)
 
     def _on_exit(self, worker: WorkerProcess) -> None:
@@ -306,19 +305,19 @@ class NodeAgent(SimpleElasticAgent):
         cause = "stopped" if worker.killed_by_agent else failure.cause if failure else "finished"
         self.recorder.worker_exited(worker, cause=cause)
         worker.rank = None
-        if self._is_over or self.departure.is_leaving:
+        if self.ending.is_over or self.departure.is_leaving:
             return
         if failure is None or worker.killed_by_agent:
-            self._start_again() if self._is_restarting else self.end_if_done()
+            self._start_again() if self._is_restarting else self.ending.end_if_done()
             return
         self.recorder.failure(failure)
-        if any(other.has_finished for other in self.workers):
+        if self.ending.is_closed or any(other.has_finished for other in self.workers):
             if worker.has_finished:
                 logger.warning("worker %s ended after its training was over: %s", worker.worker_id, failure.describe())
-                self.end_if_done()
+                self.ending.end_if_done()
                 return
             if failure.error_type or failure.exit_code > 0:
-                self._give_up(failure, "the other workers have finished already")
+                self.ending.give_up(failure, "the other workers have finished already")
                 return
         self._replace(worker, failure)
 
@@ -335,7 +334,7 @@ class NodeAgent(SimpleElasticAgent):
         decision = decide(self._budget, failure, committed_step=self.recorder.committed_step)
         self._budget = decision.budget
         if decision.action is Action.STOP:
-            self._give_up(failure, decision.reason)
+            self.ending.give_up(failure, decision.reason)
         elif not any(other.is_elastic for other in self.workers):
             self._restart_all(decision.reason)
         else:
@@ -361,40 +360,10 @@ class NodeAgent(SimpleElasticAgent):
         for local_rank in range(self.config.world.nproc_per_node):
             self._spawn(local_rank)
 
-    # -- the end ---------------------------------------------------------------------------------------------------
-
-    def end_if_done(self) -> None:
-        """The run is done when a worker has finished and none is left that still has something to finish."""
-        ended_well = [
-            w
-            for w in self.workers
-            if w.phase is Phase.ENDED and w.exit_code == 0 and not (w.killed_by_agent or w.left_early)
-        ]
-        busy = [
-            w
-            for w in self.supervisor.alive()
-            if w.is_late or not (w.is_newcomer and w.phase in (Phase.STARTING, Phase.WAITING))
-        ]
-        lost = [w for w in self.workers if w.phase is Phase.LOST]
-        if ended_well and not busy and not lost:
-            if self.has_failed_final_save:
-                self.end(EXIT_FAILED, "training is done, but its last checkpoint could not be saved")
-            else:
-                self.end(0, "")
-
-    def _give_up(self, failure: Failure, reason: str) -> None:
-        self.failure = failure
-        self.end(EXIT_USAGE if failure.is_config else EXIT_FAILED, reason)
-
-    def end(self, exit_code: int, reason: str) -> None:
-        """The run is over on this node: note it and stop what still runs."""
-        if self._is_over:
-            return
-        self._is_over, self.exit_code, self.end_reason = True, exit_code, reason
-        if exit_code == 0:
-            self.recorder.run_finished(exit_code)
-        else:
-            self.recorder.run_stopped(exit_code, reason)
-        self.driver.handle(ev.CloseRun(reason=reason or "finished"))
-        for worker in self.supervisor.alive():
-            self.kill(worker)
+    def _poll(self) -> list[ev.Output]:
+        """What the rendezvous wants done. A store that fails for good ends the run on this node."""
+        try:
+            return self.driver.poll()
+        except ElasticTrainError as error:
+            self.ending.end(error.exit_code, str(error))
+            return []

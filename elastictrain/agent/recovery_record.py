@@ -13,10 +13,12 @@ STAGES = ("detect", "fence", "abort", "park", "agree", "rebuild", "sync", "rewin
 
 
 class RecoveryRecord:
-    """One recovery at a time: from the first evidence of a failure until every member of the next Round trains."""
+    """One recovery at a time: from the first evidence of a failure until all workers of this node in the next Round
+    train."""
 
-    def __init__(self, recorder: Recorder, clock: Clock) -> None:
+    def __init__(self, recorder: Recorder, clock: Clock, node_id: str) -> None:
         self._recorder = recorder
+        self._node_id = node_id
         self._clock = clock
         self._cause = ""
         self._evidence_s: float | None = None
@@ -43,7 +45,7 @@ class RecoveryRecord:
 
     def entered(self, round_: Round) -> None:
         self._generation = round_.generation
-        self._awaited = {seat.worker_id for seat in round_.seats}
+        self._awaited = {seat.worker_id for seat in round_.seats if seat.node_id == self._node_id}
         if not self._cause:
             self._cause = "start" if self._is_first else (round_.reason or "membership")
         self._is_first = False

@@ -66,15 +66,26 @@ def _run(namespace: argparse.Namespace) -> int:
     prepare(config)
     claim = claim_run_dir(config, resume=False)
     logger.info("run %s in %s", config.run_id, config.run_dir)
-    return run_command_line(config, claim, resume_at_step=None, committed_step=None)
+    return run_command_line(config, claim, resume_at_step=None, committed_step=_known_step(config))
+
+
+def _known_step(config: RunConfig) -> int | None:
+    """The newest step in the ledgers of a folder that a node comes back to, None for a new run."""
+    if not config.world.is_shared:
+        return None
+    from elastictrain.cli.status import read_status
+
+    return read_status(config.run_dir).step
 
 
 def prepare(config: RunConfig) -> None:
     """Everything that can be wrong before a process is started or a file written. Raises ConfigError."""
+    from elastictrain.agent.meeting import check_meeting
     from elastictrain.cli.preflight import check_metrics_port, check_script
     from elastictrain.resolve import read_log_level
 
     configure_logging(read_log_level(os.environ))
+    check_meeting(config, os.environ)
     check_script(config)
     check_metrics_port(config)
     for line in config.warnings:

@@ -31,7 +31,7 @@ _GROUPS: tuple[tuple[str, tuple[_Option, ...]], ...] = (
     (
         "workers",
         (
-            _Option("nnodes", "N|MIN:MAX", "number of nodes (default 1; this version runs one node)"),
+            _Option("nnodes", "N|MIN:MAX", "number of nodes (default 1); more than 1 needs --rdzv-backend etcd3"),
             _Option("nproc-per-node", "N|auto|cpu|gpu|xpu", "workers on this node (default 1)"),
             _Option("min-world-size", "N", "wait for replacements below this many workers (default 1)"),
             _Option("spares", "N", "workers that wait, imports done, to replace a lost one (default 0)"),
@@ -87,17 +87,29 @@ _GROUPS: tuple[tuple[str, tuple[_Option, ...]], ...] = (
         (
             _Option("standalone", None, "one node, nothing beside it (as by default)", resume=False),
             _Option(
-                "rdzv-backend", "NAME", "embedded (default); c10d and static mean it too on one node", resume=False
+                "rdzv-backend",
+                "NAME",
+                "embedded (default; c10d and static mean it too) or etcd3",
+                resume=False,
             ),
-            _Option("rdzv-id", "ID", "the run id (default: date, time and four characters)", resume=False),
-            _Option("rdzv-conf", "KEY=VALUE,...", "join_timeout=SECONDS (default 600)"),
-            _Option("local-addr", "ADDRESS", "address of this node (default: found)"),
+            _Option(
+                "rdzv-id",
+                "ID",
+                "the run id (default, on one node: date, time, four characters)",
+                resume=False,
+            ),
+            _Option(
+                "rdzv-conf",
+                "KEY=VALUE,...",
+                "join_timeout=600 (seconds); of etcd3: see the how-to",
+            ),
+            _Option("local-addr", "ADDRESS", "address of this node for the others (default: found)"),
         ),
     ),
     (
         "accepted for torchrun's sake, without effect here (a warning says why)",
         (
-            _Option("rdzv-endpoint", "HOST:PORT", "address of a rendezvous service", resume=False),
+            _Option("rdzv-endpoint", "HOST:PORT", "address of etcd; several members with commas", resume=False),
             _Option("node-rank", "N", "rank of this node", resume=False),
             _Option("master-addr", "ADDRESS", "address of the first node", resume=False),
             _Option("master-port", "PORT", "port on the first node", resume=False),

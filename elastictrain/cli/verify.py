@@ -85,9 +85,11 @@ class _Lineage:
     def __init__(self) -> None:
         self.keys: dict[tuple[int, int], int] = {}
         self.nodes: dict[str, int] = {}
-        self.key, self.start, self.stop, self.length, self.world_size, self.node, self.line = self._columns = tuple(
+        self.key, self.start, self.stop, self.length, self.world_size, self.node, self.line = self._shown = tuple(
             array("q") for _ in range(7)
         )
+        self.made_in = array("q")  # generation
+        self._columns = (*self._shown, self.made_in)
         self.finished: list[
             tuple[int, tuple[int, int], int, Break]
         ] = []  # (steps before it, epoch, samples, its place)
@@ -107,6 +109,21 @@ class _Lineage:
         self.world_size.append(fields["world_size"])
         self.node.append(self.nodes.setdefault(entry.node, len(self.nodes)))
         self.line.append(entry.line)
+        self.made_in.append(fields["generation"])
+
+    def has(self, entry: Entry) -> bool:
+        """Whether another node has told of this very commit."""
+        fields, at = entry.fields, entry.fields["step"] - 1
+        key = self.keys.get((fields["loop"], fields["epoch"]))
+        mine = (key, fields["start"], fields["stop"], fields["generation"])
+        known = (self.key[at], self.start[at], self.stop[at], self.made_in[at])
+        return mine == known and self.nodes.get(entry.node) != self.node[at]
+
+    def is_superseded_by(self, entry: Entry) -> bool:
+        """Whether `entry` does the newest step again in a later generation: who had committed it before is gone."""
+        at = entry.fields["step"] - 1
+        is_newest = at == len(self) - 1 and bool(entry.fields["generation"] > self.made_in[at])
+        return is_newest and self.nodes.get(entry.node) != self.node[at]
 
     def cut(self, steps: int) -> None:
         for column in self._columns:
@@ -116,7 +133,7 @@ class _Lineage:
         self.generation = -1
 
     def rows(self) -> Iterator[tuple[int, ...]]:
-        return zip(*self._columns, strict=True)
+        return zip(*self._shown, strict=True)
 
 
 class _Fold:
@@ -126,6 +143,7 @@ class _Fold:
         self.lineage = _Lineage()
         self.num_events = 0
         self.survived: Counter[str] = Counter()
+        self.recorded_by: dict[int, str] = {}
         self.num_resumes = 0
         self.steps_done_again = 0
         self.notices: list[str] = []
@@ -146,7 +164,9 @@ class _Fold:
             case "epoch_left":
                 self.lineage.left.append((len(self.lineage), (entry.fields["loop"], entry.fields["epoch"])))
             case "recovered":
-                if entry.fields["cause"] not in PLANNED_CAUSES:
+                # Every node records it; one line counts.
+                first = self.recorded_by.setdefault(entry.fields["generation"], entry.node)
+                if first == entry.node and entry.fields["cause"] not in PLANNED_CAUSES:
                     self.survived[str(entry.fields["cause"])] += 1
             case "torn" if entry.fields["missing"]:
                 missing = entry.fields["missing"]
@@ -161,6 +181,11 @@ class _Fold:
 
     def _commit(self, entry: Entry) -> None:
         step, generation, next_step = entry.fields["step"], entry.fields["generation"], len(self.lineage) + 1
+        if 0 < step < next_step and self.lineage.has(entry):
+            return
+        if step == next_step - 1 and self.lineage.is_superseded_by(entry):
+            self.lineage.cut(step - 1)
+            next_step = step
         if step != next_step:
             if step > next_step:
                 raise _Broken(f"steps {next_step} to {step - 1} are missing before the commit of step {step}{self.gap}")
@@ -178,6 +203,7 @@ class _Fold:
         if step > committed:
             raise _Broken(f"the run resumed after step {step}, but only {committed} commits are recorded{self.gap}")
         self.num_resumes += 1
+        self.recorded_by = {}
         self.steps_done_again += committed - step
         self.lineage.cut(step)
 
