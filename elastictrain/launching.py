@@ -7,10 +7,12 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import pickle
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from elastictrain.clock import SystemClock
@@ -88,6 +90,7 @@ def launch(
     configure_logging(read_log_level(os.environ))
     if not callable(fn):
         raise ConfigError(f"launch(fn, ...) takes a function, saw {type(fn).__name__}", field="fn")
+    _check_reachable(fn)
     from elastictrain.agent.meeting import check_meeting
     from elastictrain.resolve import OPTIONS
 
@@ -103,6 +106,24 @@ def launch(
         code, reason = _launch_claimed(config, fn, tuple(args))
     if code != 0:
         raise WorkerError(f"the run in {config.run_dir} ended with exit code {code}: {reason}")
+
+
+def _check_reachable(fn: Callable[..., Any]) -> None:
+    """Refuse a function that a new interpreter could not find."""
+    main = sys.modules["__main__"]
+    if fn.__module__ == "__main__" and not hasattr(main, "__file__") and getattr(main, "__spec__", None) is None:
+        raise ConfigError(
+            f"launch(fn): {getattr(fn, '__qualname__', fn)} was typed into an interpreter or a notebook, where the "
+            "workers, which are new interpreters, cannot find it: write it into a file and import it from there",
+            field="fn",
+        )
+    try:
+        ForkingPickler.dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ConfigError(
+            f"launch(fn) takes a function of a module, which workers can import, saw one that is none: {error}",
+            field="fn",
+        ) from None
 
 
 def _say_warnings(config: RunConfig) -> None:

@@ -112,12 +112,14 @@ class Supervisor:
         channel, worker_end = channel_pair()
         worker = WorkerProcess(worker_id, local_rank, attempt, channel)
         self.workers[worker_id] = worker
+        self.selector.register(channel, selectors.EVENT_READ, lambda: self._read_channel(worker))
         try:
             request = {"kind": "spawn", "worker_id": worker_id, "env": dict(env), "cwd": cwd}
             send_message(self.fork_server, request, [worker_end.fileno(), *streams])
+        except ConnectionError:  # it is dead: the end of its socket is an event that tells
+            worker.phase = Phase.ENDED
         finally:
             worker_end.close()
-        self.selector.register(channel, selectors.EVENT_READ, lambda: self._read_channel(worker))
         return worker
 
     def next_read_s(self) -> float | None:

@@ -54,10 +54,18 @@ def test_launch_raises_with_the_traceback_shown_when_the_function_fails_again_an
     assert done.stderr.rstrip().splitlines()[-1].startswith("[elastictrain] first failure: rank")
 
 
+def test_launch_says_what_to_do_when_the_function_was_typed_into_an_interpreter(tmp_path: Path) -> None:
+    text = f"import elastictrain\ndef work(): pass\nelastictrain.launch(work, run_dir={str(tmp_path / 'run')!r})\n"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
+    assert "ConfigError: launch(fn): work was typed into an interpreter" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("fn", "options", "match"),
     [
         (42, {}, "takes a function"),
+        (lambda: None, {}, "function of a module"),
         (print, {"nproc": 2}, "no option 'nproc'"),
         (print, {"nproc_per_node": 0}, "nproc"),
         (print, {"max_restarts": -1}, "restarts"),
