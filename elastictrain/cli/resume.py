@@ -61,9 +61,19 @@ def _is_finished(run_dir: Path, at_step: int | None) -> bool:
 
 
 def _choose(run_dir: Path, at_step: int | None) -> Choice | None:
-    """The checkpoint to go on from, None when the run never saved one."""
+    """The checkpoint to go on from, None when the run never saved one.
+
+    Raises CheckpointError when those that the ledger tells of are gone.
+    """
     directory = run_dir / "checkpoints"
     if at_step is None and find_unfinished(directory) is not None:
+        told = read_status(run_dir).checkpoint
+        if told is not None:
+            raise CheckpointError(
+                f"expected checkpoints in {directory}, by the ledger the newest of step {told['step']}, seen none that is "
+                "finished: put them back, or start a new run in another directory",
+                path=str(directory),
+            )
         return None
     return choose_checkpoint(directory, at_step=at_step)
 

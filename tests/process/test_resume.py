@@ -134,6 +134,22 @@ def test_resume_begins_again_when_there_was_no_checkpoint_yet(tmp_path: Path) ->
     assert finish(tmp_path, "verify", tmp_path / "run", leg="verify").process.returncode == 0
 
 
+@pytest.mark.parametrize("what", ["step-*/manifest.json", "step-*"])
+def test_resume_refuses_to_begin_again_when_the_checkpoints_that_the_ledger_tells_of_are_gone(
+    folder: Path, what: str
+) -> None:
+    run_dir = folder / "run"
+    newest = newest_step(run_dir)
+    for path in run_dir.glob(f"checkpoints/{what}"):
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    before = contents(run_dir)
+    for options in ([], ["--dry-run"]):
+        job = finish(folder, "resume", run_dir, *options)
+        assert job.process.returncode == 1, job.err()
+        assert f"by the ledger the newest of step {newest}," in one_line(job.err())
+        assert contents(run_dir) == before
+
+
 def test_resume_refuses_when_a_checkpoint_holds_a_pickle(folder: Path, tmp_path: Path) -> None:
     """No byte of a checkpoint is unpickled, and no name in it leads out of its folder."""
     run_dir, sign = folder / "run", tmp_path / "executed"
