@@ -38,6 +38,8 @@ class Relay:
         self._is_closed = True
         self._wake_in.send(b"x")
         self._thread.join()
+        for end in (self._listener, self._wake_in, self._wake_out, self._selector):
+            end.close()
 
     def _serve(self) -> None:
         while not self._is_closed:
@@ -54,8 +56,6 @@ class Relay:
                     self._drop(one)
         for one in list(self._clients):
             self._drop(one)
-        for end in (self._listener, self._wake_in, self._wake_out, self._selector):
-            end.close()
 
     def _accept(self) -> None:
         client, _ = self._listener.accept()

@@ -27,7 +27,7 @@ class Watcher:
         self.items: list[WatchItem] = []
         self.watch = store.watch(prefix, self.inbox)
         # Over a network the snapshot shows the store as it is a moment after the call: writes must not come before it.
-        self.items = self.take(1)
+        self.items = self.take(1) + self.items
 
     def take(self, count: int) -> list[WatchItem]:
         """The next `count` items; fails when they do not come."""

@@ -220,6 +220,7 @@ def pause(seconds: float) -> None:
     threading.Event().wait(seconds)
 
 
+@pytest.mark.parametrize("single", [NEWEST], indirect=True)
 def test_training_goes_on_when_etcd_restarts_empty(single: Cluster, opened: Callable[..., EtcdStore]) -> None:
     settings = Settings(run_id="r", min_nodes=2, max_nodes=2, ttl_s=6.0)
     drivers = {
