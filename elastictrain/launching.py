@@ -7,7 +7,6 @@ import contextlib
 import functools
 import multiprocessing
 import os
-import pickle
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -119,7 +118,7 @@ def _check_reachable(fn: Callable[..., Any]) -> None:
         )
     try:
         ForkingPickler.dumps(fn)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except Exception as error:  # whatever the pickling code of a user's object raises
         raise ConfigError(
             f"launch(fn) takes a function of a module, which workers can import, saw one that is none: {error}",
             field="fn",

@@ -70,8 +70,8 @@ def _choose(run_dir: Path, at_step: int | None) -> Choice | None:
         told = read_status(run_dir).checkpoint
         if told is not None:
             raise CheckpointError(
-                f"expected checkpoints in {directory}, by the ledger the newest of step {told['step']}, seen none that is "
-                "finished: put them back, or start a new run in another directory",
+                f"expected checkpoints in {directory}, by the ledger the newest of step {told['step']}, seen none that "
+                "is finished: put them back, or start a new run in another directory",
                 path=str(directory),
             )
         return None

@@ -39,13 +39,17 @@ class Site:
         self.script = [str(TRAIN), "--out", str(self.records), "--epochs", str(epochs), "--pause-s", str(pause_s)]
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def start(self, name: str, *options: str, nnodes: str | None = None) -> subprocess.Popen[bytes]:
+    def start(
+        self, name: str, *options: str, nnodes: str | None = None, environ: dict[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         words = ["-m", "elastictrain", "run", "--nnodes", nnodes or self.nnodes, "--nproc-per-node", "1"]
         words += ["--rdzv-backend", "etcd3", "--rdzv-endpoint", self.etcd.members[0].endpoint.address]
         words += ["--rdzv-id", "job", "--rdzv-conf", f"ttl={TTL_S},last_call_timeout=1,join_timeout=40"]
         words += ["--run-dir", str(self.run_dir), *options, *self.script]
         with (self.folder / f"{name}.log").open("wb") as log:
-            self.nodes[name] = subprocess.Popen([sys.executable, *words], stdout=log, stderr=log)
+            self.nodes[name] = subprocess.Popen(
+                [sys.executable, *words], stdout=log, stderr=log, env={**os.environ, **(environ or {})}
+            )
         return self.nodes[name]
 
     def log(self, name: str) -> str:
@@ -171,3 +175,21 @@ def test_node_is_refused_with_both_values_when_its_options_differ(site: Site) ->
     assert "max_nodes=2" in site.log("b")
     assert "max_nodes=3" in site.log("b")
     assert "Traceback" not in site.log("b")
+
+
+def test_password_reaches_etcd_and_nothing_else_when_it_asks_for_one(tmp_path: Path) -> None:
+    with run_cluster() as etcd:
+        etcd.enable_auth("trainer", "s3cret-word", prefix="/elastictrain/")
+        site = Site(etcd, tmp_path, epochs=1, nnodes="1:1", pause_s=0.0)
+        environ = {"ELASTICTRAIN_ETCD_PASSWORD": "s3cret-word"}
+        try:
+            site.start("a", "--rdzv-conf", f"ttl={TTL_S},user=trainer", environ=environ)
+            assert site.ends("a") == 0, site.logs()
+            site.start("b", "--rdzv-conf", "user=trainer", environ={"ELASTICTRAIN_ETCD_PASSWORD": "wrong"})
+            assert site.ends("b") == 2, site.logs()
+        finally:
+            site.close()
+    assert "Traceback" not in site.log("b")
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            assert b"s3cret-word" not in path.read_bytes(), path

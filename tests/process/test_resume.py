@@ -26,12 +26,13 @@ def contents(run_dir: Path) -> dict[str, tuple[bytes, int]]:
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run that was killed at step 15 or a little later; while it lived nobody else could have it."""
     folder = tmp_path_factory.mktemp("killed")
-    with started(folder, *run_words(folder, "--epochs", "2", "--pause-s", "0.05", options=OPTIONS)) as job:
-        wait_for(job, "commit", 15)
+    with started(folder, *run_words(folder, "--epochs", "2", "--pause-s", "0.12", options=OPTIONS)) as job:
+        wait_for(job, "commit", 1)
         second = finish(folder, "resume", folder / "run", leg="second")
         again = finish(folder, *run_words(folder), leg="again")
-        assert job.process.poll() is None
+        wait_for(job, "commit", 15)
         job.kill_everything()
+    assert not events(folder / "run", "run_finished"), "it was to be killed in the middle"
     assert second.process.returncode == 2
     assert f"in use by process {job.process.pid}" in one_line(second.err())
     assert again.process.returncode == 2

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
+from elastictrain.config import ETCD_PASSWORD_VARIABLE
 from elastictrain.errors import ConfigError
 from elastictrain.notation import Given, read_choice, read_seconds
 
 Protocol = Literal["http", "https"]
 
 DEFAULT_PORT = 2379
-PASSWORD_VARIABLE = "ELASTICTRAIN_ETCD_PASSWORD"
+PASSWORD_VARIABLE = ETCD_PASSWORD_VARIABLE
 ENDPOINT_OPTION = "--rdzv-endpoint"
 CONF_OPTION = "--rdzv-conf"
 _HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
