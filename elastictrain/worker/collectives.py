@@ -164,7 +164,7 @@ class Communicator:
         if self.backend == "nccl" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
         flights = self._flights
-        if flights.is_flying:
+        if flights.begin_ending():
             self._patience = threading.Timer(ABORT_TIMEOUT_S, flights.give_up)
             self._patience.daemon = True
             self._patience.start()

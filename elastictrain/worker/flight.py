@@ -22,6 +22,7 @@ class Flights:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._open: list[tuple[dist.Work, Pending]] = []
+        self._is_ending = self._is_given_up = False
 
     def track(self, work: dist.Work) -> Pending:
         """A future of the collective's first tensor; it fails with RuntimeError when the collective does."""
@@ -33,6 +34,8 @@ class Flights:
             self._open.append((work, landing))
         outcome: Pending = landing.then(_first)
         work.get_future().then(lambda done: self._land(landing, done))
+        if self._is_given_up:  # it began when the connections were closed already
+            self.give_up()
         return outcome
 
     def _land(self, landing: Pending, done: Pending) -> None:
@@ -47,14 +50,19 @@ class Flights:
             if not landing.done():
                 landing.set_result(value)
 
-    @property
-    def is_flying(self) -> bool:
+    def begin_ending(self) -> bool:
+        """The connections are closed; True at the first call.
+
+        `give_up` is to follow even when nothing flies: the main thread may be about to begin a collective.
+        """
         with self._lock:
-            return any(not future.done() for _, future in self._open)
+            is_first, self._is_ending = not self._is_ending, True
+            return is_first
 
     def give_up(self) -> None:
-        """Fail every collective that has not ended by itself."""
+        """Fail every collective that has not ended by itself, and those that still begin."""
         with self._lock:
+            self._is_given_up = True
             for _, landing in self._open:
                 self._settle(landing, RuntimeError("given up: the generation is broken"))
 

@@ -19,14 +19,18 @@ if rank == 1:
     os._exit(0)
 flights = Flights()
 pending = flights.track(dist.all_reduce(torch.ones(3), async_op=True))
-assert flights.is_flying
+assert flights.begin_ending() and not flights.begin_ending()
 threading.Timer(0.2, flights.give_up).start()
 try:
     pending.wait()
 except RuntimeError as error:
     print(error)
+try:
+    flights.track(dist.all_reduce(torch.ones(3), async_op=True)).wait()
+except RuntimeError as error:
+    print("late one:", error)
 works = flights.take_works()
-assert len(works) == 1 and not flights.is_flying
+assert len(works) == 2
 destroy_process_group(works=works)  # must not join the thread that is still in the collective
 print("destroyed", flush=True)
 os._exit(0)
@@ -44,4 +48,5 @@ def test_waiter_is_freed_when_a_collective_is_given_up(tmp_path: Path) -> None:
         silent.kill()
         silent.communicate()
     assert "given up: the generation is broken" in done.stdout, done.stderr
+    assert "late one: given up" in done.stdout, "a collective that begins after the end does not wait either"
     assert done.stdout.splitlines()[-1] == "destroyed", done.stderr
