@@ -30,7 +30,8 @@ class Flights:
             return work.get_future().then(_first)
         landing: Pending = torch.futures.Future()
         with self._lock:
-            self._open = [(flying, future) for flying, future in self._open if not future.done()]
+            # One that was given up counts as long as the transport works on it.
+            self._open = [(flying, future) for flying, future in self._open if not flying.is_completed()]
             self._open.append((work, landing))
         outcome: Pending = landing.then(_first)
         work.get_future().then(lambda done: self._land(landing, done))
