@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import signal
 import subprocess
@@ -99,10 +100,16 @@ class EvalRun:
         return {key: values.pop() for key, values in found.items()}
 
     def final(self) -> dict[str, Any]:
-        """The state at the end, which must be identical on all ranks."""
+        """The state at the end, which must be identical on all ranks.
+
+        A rank killed behind the last step, when others have left with their state, trains again from a checkpoint, in
+        a world of another size: then to rounding.
+        """
         finals = self.told("final")
         assert finals, self.log()[-5000:]
-        assert len({entry["digest"] for entry in finals}) == 1, [entry["state"] for entry in finals]
+        states = [entry["state"] for entry in finals]
+        is_same = is_close if self.ledger("resumed") else operator.eq
+        assert all(is_same(state, states[0]) for state in states), states
         state: dict[str, Any] = finals[0]["state"]
         return state
 
