@@ -112,7 +112,6 @@ class Supervisor:
         channel, worker_end = channel_pair()
         worker = WorkerProcess(worker_id, local_rank, attempt, channel)
         self.workers[worker_id] = worker
-        self.selector.register(channel, selectors.EVENT_READ, lambda: self._read_channel(worker))
         try:
             request = {"kind": "spawn", "worker_id": worker_id, "env": dict(env), "cwd": cwd}
             send_message(self.fork_server, request, [worker_end.fileno(), *streams])
@@ -178,6 +177,7 @@ class Supervisor:
                 os.close(fd)
         elif message["kind"] == "spawned":
             worker.pid, worker.pidfd = int(message["pid"]), fds[0]
+            self._listen(worker)  # not before: what it says is written down with its pid
             self.selector.register(worker.pidfd, selectors.EVENT_READ, lambda: self._died(worker))
             if worker.early_signal is not None:
                 self.signal(worker, worker.early_signal)
@@ -254,7 +254,7 @@ class Supervisor:
     def _close_channel(self, worker: WorkerProcess) -> None:
         if worker.channel.fileno() < 0:
             return
-        if self._quiet.pop(worker.worker_id, None) is None:
+        if self._quiet.pop(worker.worker_id, None) is None and worker.pid:
             self.selector.unregister(worker.channel)
         if worker.channel.doorbell >= 0:
             self.selector.unregister(worker.channel.doorbell)
