@@ -95,6 +95,8 @@ class World:
     """How long the first round waits for more nodes once it has the fewest."""
     ttl_s: float = 10.0
     """How long a node may be silent before the others go on without it."""
+    outage_timeout_s: float = 60.0
+    """How long nodes that train together go on beyond their leases while they cannot reach the store."""
 
     @property
     def is_shared(self) -> bool:
@@ -114,6 +116,12 @@ class World:
         )
         _require(self.join_timeout_s > 0, "--rdzv-conf join_timeout", "more than 0 seconds", self.join_timeout_s)
         _require(self.ttl_s >= 1, "--rdzv-conf ttl", "1 second or more", self.ttl_s)
+        _require(
+            0 <= self.outage_timeout_s < float("inf"),
+            "--rdzv-conf outage_timeout",
+            "0 or more seconds",
+            self.outage_timeout_s,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

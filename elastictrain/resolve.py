@@ -107,7 +107,7 @@ OPTIONS: Mapping[str, Option] = {
 }
 
 # Keys of --rdzv-conf that are times, in seconds.
-_TIMES = {"join_timeout": "600", "last_call_timeout": "30", "ttl": "10"}
+_TIMES = {"join_timeout": "600", "last_call_timeout": "30", "ttl": "10", "outage_timeout": "60"}
 _MEETING = "the workers of one node meet without an address, on a port chosen anew for each round"
 # Options of torchrun that do nothing here, by the reason that the warning gives.
 _WITHOUT_EFFECT = {
@@ -333,6 +333,7 @@ def _world(settings: Mapping[str, Setting], num_workers: int) -> World:
         join_timeout_s=_conf_seconds(_given(settings, "rdzv_conf"), "join_timeout"),
         last_call_timeout_s=_conf_seconds(_given(settings, "rdzv_conf"), "last_call_timeout"),
         ttl_s=_conf_seconds(_given(settings, "rdzv_conf"), "ttl"),
+        outage_timeout_s=_conf_seconds(_given(settings, "rdzv_conf"), "outage_timeout"),
     )
 
 

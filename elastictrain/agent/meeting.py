@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_OWN_KEYS = frozenset({"join_timeout", "last_call_timeout", "ttl"})
+_OWN_KEYS = frozenset({"join_timeout", "last_call_timeout", "ttl", "outage_timeout"})
 
 
 class Meeting:
@@ -68,6 +68,7 @@ def open_meeting(config: RunConfig, clock: Clock, environ: Mapping[str, str]) ->
         last_call_timeout_s=world.last_call_timeout_s,
         # A store in this process's memory cannot outlive the node, so its lease never ends.
         ttl_s=world.ttl_s if world.is_shared else float("inf"),
+        outage_timeout_s=world.outage_timeout_s,
         agreed={"elastictrain": installed_version("elastictrain"), "script": config.program.script},
     )
     if not world.is_shared:

@@ -29,7 +29,8 @@ def get_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """The handler of one node. Keys of `--rdzv-conf`: those of the etcd settings, join_timeout, last_call_timeout, ttl.
+    """The handler of one node. Keys of `--rdzv-conf`: those of the etcd settings, join_timeout, last_call_timeout, ttl,
+    outage_timeout.
 
     Blocks for the import of gRPC. Raises ConfigError for settings that cannot be; what is wrong with etcd itself shows
     in the first rendezvous.
@@ -51,6 +52,7 @@ def create_handler(params: RendezvousParameters) -> RendezvousHandler:
         join_timeout_s=_seconds(conf, "join_timeout", "600"),
         last_call_timeout_s=_seconds(conf, "last_call_timeout", "30"),
         ttl_s=_seconds(conf, "ttl", "10"),
+        outage_timeout_s=_seconds(conf, "outage_timeout", "60"),
     )
     if not params.run_id or params.run_id == "none":
         raise ConfigError("--rdzv-id: expected a name for the run, the same on every node, seen none; give --rdzv-id")

@@ -16,6 +16,7 @@ from elastictrain.rendezvous.events import (
     EnterRound,
     Fence,
     Left,
+    ProbeHost,
     PutMember,
     Refused,
     RejoinMember,
@@ -36,6 +37,7 @@ from elastictrain.rendezvous.state import (
     has_place,
     in_join_order,
     lost_node,
+    may_train_on,
     own_member,
     seat_holders,
     stop_step,
@@ -220,6 +222,12 @@ def _declare_loss(draft: Draft) -> None:
         return
     since_s = draft.now_s if state.lost_since_s is None else state.lost_since_s
     draft.change(lost_since_s=since_s)
+    if may_train_on(state) and state.round is not None:
+        if state.probed < state.generation:
+            probe = ProbeHost(generation=state.generation, host=state.round.store_host, port=state.round.store_port)
+            draft.emit(probe, reason=f"is the host of generation {state.generation} dead?")
+            draft.change(probed=state.generation)
+        since_s += state.settings.outage_timeout_s
     if not _is_my_turn(draft, since_s, is_for_holders=True):
         return
     detail = f"node {lost} is gone"

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from elastictrain.clock import Clock
 from elastictrain.errors import InternalError, StoreError
 from elastictrain.rendezvous import events as ev
+from elastictrain.rendezvous.host_probe import HostProbe
 from elastictrain.rendezvous.protocol import State, advance, check_invariants, next_deadline_s, start
 from elastictrain.rendezvous.records import Broken, Closed, Keys, Member, Plan, Settings
-from elastictrain.rendezvous.state import FINAL_PHASES
+from elastictrain.rendezvous.state import FINAL_PHASES, outage_patience_s
 from elastictrain.rendezvous.store import (
     Inbox,
     KeyEvent,
@@ -33,6 +34,20 @@ from elastictrain.topology import Round
 _STORY_LENGTH = 30
 
 
+class Probe(Protocol):
+    """A running look at a host; see `HostProbe`."""
+
+    def close(self) -> None: ...
+
+
+class Prober(Protocol):
+    """Starts one."""
+
+    def __call__(
+        self, host: str, port: int, *, timeout_s: float, clock: Clock, on_gone: Callable[[], None]
+    ) -> Probe: ...
+
+
 class Driver:
     """One node's part in the rendezvous.
 
@@ -41,9 +56,20 @@ class Driver:
     """
 
     def __init__(
-        self, store: Store, settings: Settings, *, clock: Clock, node_id: str, host: str, store_port: int
+        self,
+        store: Store,
+        settings: Settings,
+        *,
+        clock: Clock,
+        node_id: str,
+        host: str,
+        store_port: int,
+        prober: Prober = HostProbe,
     ) -> None:
         self._store = store
+        self._prober = prober
+        self._probe: Probe | None = None
+        self._gone: deque[int] = deque()
         self._settings = settings
         self._clock = clock
         self._keys = Keys(settings.run_id)
@@ -105,6 +131,9 @@ class Driver:
         self._keep_lease()
         while True:
             is_changed = self._reap()
+            while self._gone:
+                self._advance(ev.HostGone(generation=self._gone.popleft()))
+                is_changed = True
             for event in self._events(self._inbox.drain()):
                 self._advance(event)
                 is_changed = True
@@ -115,13 +144,14 @@ class Driver:
                 is_changed = due_again_s != due_s
             # An answer that came just before the drain has lost its wake-up to it.
             is_answered = any(future.done() for _, future in self._pending)
-            if not is_changed and not is_answered:
+            if not is_changed and not is_answered and not self._keep_lease():
                 outputs, self._outputs = self._outputs, []
                 return outputs
 
     def close(self) -> None:
         """Give up the lease, so that the others learn at once that this node is gone, and the watch. Idempotent."""
         self._watch.close()
+        self._end_probe()
         self._give_up_lease()
         self._inbox.close()
 
@@ -139,6 +169,8 @@ class Driver:
         for effect in transition.effects:
             if isinstance(effect, ev.Write):
                 self._write(effect)
+            elif isinstance(effect, ev.ProbeHost):
+                self._probe_host(effect)
             else:
                 self._outputs.append(effect)
 
@@ -261,6 +293,23 @@ class Driver:
     def _is_newest_put(self, write: ev.Write) -> bool:
         return isinstance(write, ev.PutMember | ev.RejoinMember) and write.member == self._state.put
 
+    # ---------------------------------------------------------------- the host of a Round whose nodes are silent
+
+    def _probe_host(self, wanted: ev.ProbeHost) -> None:
+        def on_gone() -> None:
+            self._gone.append(wanted.generation)
+            self._inbox.wake()
+
+        self._end_probe()
+        self._probe = self._prober(
+            wanted.host, wanted.port, timeout_s=self._settings.outage_timeout_s, clock=self._clock, on_gone=on_gone
+        )
+
+    def _end_probe(self) -> None:
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
     # ---------------------------------------------------------------- the lease
 
     def _held_lease(self) -> Lease:
@@ -277,17 +326,23 @@ class Driver:
 
     def _fence_at_s(self) -> float:
         """When the workers must be stopped unless a renewal is answered: a quarter of the lease is left for it."""
-        if self._lease is None:
+        if self._lease is None or self._settings.ttl_s == math.inf:
             return math.inf
-        return self._lease.expires_at_s() - self._settings.ttl_s / 4 if self._settings.ttl_s < math.inf else math.inf
+        expires_at_s = self._lease.expires_at_s()
+        if expires_at_s == -math.inf:
+            return expires_at_s
+        return expires_at_s - self._settings.ttl_s / 4 + outage_patience_s(self._state)
 
-    def _keep_lease(self) -> None:
+    def _keep_lease(self) -> bool:
+        """Renew what is due; True when the lease is over and the core was told."""
         if self._lease is None:
-            return
+            return False
         now_s = self._clock.now_s()
         if now_s >= self._keep_alive_at_s:
             self._lease.keep_alive()
             self._keep_alive_at_s = now_s + self._settings.ttl_s / 3
-        if now_s >= self._fence_at_s():
-            self._give_up_lease()
-            self._advance(ev.LeaseLost())
+        if now_s < self._fence_at_s():
+            return False
+        self._give_up_lease()
+        self._advance(ev.LeaseLost())
+        return True

@@ -74,6 +74,13 @@ class LeaseLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HostGone:
+    """The node that hosts the store of this generation's group is proven dead (answer to ProbeHost)."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlineReached:
     """The time that `next_deadline_s` named has come."""
 
@@ -148,6 +155,7 @@ Event = (
     | LeaveRun
     | CloseRun
     | LeaseLost
+    | HostGone
     | DeadlineReached
     | StoreChanged
     | SnapshotSeen
@@ -198,6 +206,15 @@ class CreateBroken:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateClosed:
     closed: Closed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeHost:
+    """Find out whether the agent that hosts the store of this generation's group is dead. No write: nobody sees it."""
+
+    generation: int
+    host: str
+    port: int
 
 
 Write = PutMember | RejoinMember | DeleteMember | CreateConfig | CreateRound | CreatePlan | CreateBroken | CreateClosed
@@ -269,4 +286,4 @@ class Refused:
 
 
 Output = Fence | ReportPosition | StopAt | EnterRound | Waiting | Left | RunClosed | Refused
-Effect = Write | Output
+Effect = Write | ProbeHost | Output

@@ -25,6 +25,7 @@ from elastictrain.rendezvous.events import (
     DeadlineReached,
     Effect,
     Event,
+    HostGone,
     LeaseLost,
     LeaveRun,
     LocalBroken,
@@ -87,6 +88,8 @@ def advance(state: State, event: Event, *, now_s: float) -> Transition:
             draft.change(config_sent=state.config is not None)
             if state.put is not None:
                 rejoin(draft, "the lease of this node may have expired")
+        case HostGone(generation=generation):
+            draft.change(host_gone=max(state.host_gone, generation))
         case StoreChanged(changes=changes):
             _absorb(draft, changes)
         case SnapshotSeen(changes=changes, revision=revision):

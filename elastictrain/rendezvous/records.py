@@ -47,6 +47,8 @@ class Settings:
     """How long each node gives the one before it in the join order to act first."""
     ttl_s: float = 10.0
     """Life of this node's lease; infinite where the store cannot outlive the node."""
+    outage_timeout_s: float = 60.0
+    """How long nodes that train together go on beyond their leases while they cannot reach the store."""
     closed_ttl_s: float = 60.0
     """How long the record of a finished run tells late nodes of it; then its id may be used again."""
     agreed: Mapping[str, str] = field(default_factory=dict)
@@ -66,7 +68,14 @@ class Settings:
                 field="min_world_size",
                 seen=self.min_world_size,
             )
-        for name in ("join_timeout_s", "last_call_timeout_s", "takeover_s", "ttl_s", "closed_ttl_s"):
+        for name in (
+            "join_timeout_s",
+            "last_call_timeout_s",
+            "takeover_s",
+            "ttl_s",
+            "closed_ttl_s",
+            "outage_timeout_s",
+        ):
             seconds = getattr(self, name)
             if not seconds >= 0 or (name.endswith("ttl_s") and seconds == 0):
                 raise ConfigError(f"{name} {seconds}: expected a positive number of seconds", field=name, seen=seconds)
@@ -74,7 +83,9 @@ class Settings:
     def config(self) -> dict[str, Any]:
         """The value of the `config` key that this node would write."""
         numbers = {"min_nodes": self.min_nodes, "max_nodes": self.max_nodes, "min_world_size": self.min_world_size}
-        return {"version": RECORD_VERSION, **numbers, **self.agreed}
+        # A node that waits less than the others go on would train beside them.
+        times = {"outage_timeout_s": float(self.outage_timeout_s)}
+        return {"version": RECORD_VERSION, **numbers, **times, **self.agreed}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ member whose key was created after the Round lost its lease in between, and coun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -79,6 +80,9 @@ class State:
     stop_said: int = 0
     broken_sent: int = 0
     plan_sent: int = 0
+    probed: int = 0
+    host_gone: int = 0
+    """Newest generation whose store host is proven dead: nothing of it can be committed any more."""
     round_sent: int = 0
     config_sent: bool = False
     closed_sent: bool = False
@@ -161,6 +165,27 @@ def lost_node(state: State) -> str | None:
     return next((node_id for node_id in state.round.node_ids if node_id not in alive), None)
 
 
+def may_train_on(state: State) -> bool:
+    """Whether the nodes of the newest Round, all of them gone from the store, may still train.
+
+    Nodes that are cut off from the store, but not from each other, go on for `outage_timeout_s`: while every step needs
+    all of them, nobody can have replaced one of them behind the others' back. A single node is no such proof and stops
+    by its lease; and a node that came back as a new member has stopped, and the others' steps with it.
+    """
+    if state.round is None or state.is_broken or state.host_gone >= state.generation or state.departed:
+        return False
+    node_ids = state.round.node_ids
+    has_stopped = state.node_id in node_ids or any(node_id in state.members for node_id in node_ids)
+    return len(node_ids) > 1 and not has_stopped
+
+
+def outage_patience_s(state: State) -> float:
+    """How long beyond its lease this node may let its workers be, in seconds; see `may_train_on`."""
+    if state.round is None or not state.is_seated or max(state.settled, state.fenced) >= state.generation:
+        return math.inf  # nothing runs: what has become of the lease, the store will tell
+    return state.settings.outage_timeout_s if len(state.round.node_ids) > 1 else 0.0
+
+
 def turn_of(state: State, eligible: list[MemberSeen]) -> int | None:
     """This node's place in the order in which `eligible` members act, None when it is not among them."""
     order = [seen.member.node_id for seen in eligible]
@@ -224,6 +249,13 @@ def stop_step(state: State) -> int | None:
 def find_blocker(state: State, now_s: float) -> Blocker | None:
     """What keeps the next Round from being made, None when nothing does."""
     generation, settings = state.generation, state.settings
+    if state.round is not None and may_train_on(state):
+        reason = (
+            f"all nodes of generation {generation} are gone from the store, but may be cut off from it and train on: "
+            f"waiting for up to {settings.outage_timeout_s:g} s, or until {state.round.store_host} answers that "
+            "nobody is there"
+        )
+        return Blocker(reason=reason, is_said=True)
     if state.round is not None and not state.is_broken and not state.is_planned:
         return Blocker(reason=f"generation {generation} runs")
     holders = seat_holders(state)

