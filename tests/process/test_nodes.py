@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from etcd_server import BINARIES, NO_SERVER, Cluster, run_cluster
-from waiting import wait_until
-
-TRAIN = Path(__file__).with_name("support_train.py")
-SAMPLES = 101
-TTL_S = 2
+from support_nodes import TTL_S, Site, ranges
 
 pytestmark = pytest.mark.skipif(not BINARIES, reason=NO_SERVER)
 
@@ -29,91 +20,11 @@ def etcd() -> Iterator[Cluster]:
         yield cluster
 
 
-class Site:
-    """A run of one or more nodes on this machine, in one run directory."""
-
-    def __init__(self, etcd: Cluster, folder: Path, *, epochs: int, nnodes: str = "1:3", pause_s: float = 0.05) -> None:
-        self.etcd, self.folder, self.nnodes = etcd, folder, nnodes
-        self.run_dir, self.records = folder / "run", folder / "records"
-        self.records.mkdir()
-        self.script = [str(TRAIN), "--out", str(self.records), "--epochs", str(epochs), "--pause-s", str(pause_s)]
-        self.nodes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(
-        self, name: str, *options: str, nnodes: str | None = None, environ: dict[str, str] | None = None
-    ) -> subprocess.Popen[bytes]:
-        words = ["-m", "elastictrain", "run", "--nnodes", nnodes or self.nnodes, "--nproc-per-node", "1"]
-        words += ["--rdzv-backend", "etcd3", "--rdzv-endpoint", self.etcd.members[0].endpoint.address]
-        words += ["--rdzv-id", "job", "--rdzv-conf", f"ttl={TTL_S},last_call_timeout=1,join_timeout=40"]
-        words += ["--run-dir", str(self.run_dir), *options, *self.script]
-        with (self.folder / f"{name}.log").open("wb") as log:
-            self.nodes[name] = subprocess.Popen(
-                [sys.executable, *words], stdout=log, stderr=log, env={**os.environ, **(environ or {})}
-            )
-        return self.nodes[name]
-
-    def log(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text()
-
-    def logs(self) -> str:
-        return "\n".join(f"--- {name}\n{self.log(name)}" for name in self.nodes)
-
-    def ledger(self, event: str) -> list[dict[str, Any]]:
-        found = []
-        for path in (self.run_dir / "ledger").glob("*.jsonl"):
-            lines = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
-            found += [{**line, "node": path.stem} for line in lines if line["event"] == event]
-        return found
-
-    def wait_round(self, world_size: int, *, after: int = 0) -> int:
-        """Wait for a round of this size after a generation; returns its own."""
-
-        def find() -> int | None:
-            made = [one["generation"] for one in self.ledger("round") if one["world_size"] == world_size]
-            return max((number for number in made if number > after), default=None)
-
-        return int(wait_until(find, 40, self.logs))
-
-    def wait_steps(self, number: int) -> None:
-        def newest() -> int:
-            return max((one["step"] for one in self.ledger("commit")), default=0)
-
-        goal = newest() + number
-        wait_until(lambda: newest() >= goal, 40, self.logs)
-
-    def ends(self, name: str) -> int:
-        try:
-            return self.nodes[name].wait(60)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"{name} did not end:\n{self.logs()}") from None
-
-    def prove(self, epochs: int) -> None:
-        done = subprocess.run(
-            [sys.executable, "-m", "elastictrain", "verify", str(self.run_dir)], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout + self.logs()
-        assert f"every sample of {epochs} epochs committed exactly once" in done.stdout
-
-    def close(self) -> None:
-        for node in self.nodes.values():
-            if node.poll() is None:
-                node.kill()
-                node.wait()
-
-
 @pytest.fixture
 def site(etcd: Cluster, tmp_path: Path) -> Iterator[Site]:
     made = Site(etcd, tmp_path, epochs=14)
     yield made
     made.close()
-
-
-def ranges(site: Site) -> Counter[tuple[Any, ...]]:
-    """How often each range of samples was committed, over all nodes' ledgers, each commit of a generation once."""
-    commits = {
-        (one["generation"], one["step"], one["epoch"], one["start"], one["stop"]) for one in site.ledger("commit")
-    }
-    return Counter((epoch, start, stop) for _, _, epoch, start, stop in commits)
 
 
 def test_survivors_keep_their_processes_when_the_first_node_is_killed_and_another_comes(site: Site) -> None:
