@@ -9,6 +9,7 @@ from elastictrain.agent.address import LOOPBACK, find_local_address, host_label,
 from elastictrain.clock import Clock
 from elastictrain.config import RunConfig, installed_version
 from elastictrain.errors import ConfigError
+from elastictrain.ledger_reader import newest_generation
 from elastictrain.log import get_logger
 from elastictrain.rendezvous.driver import Driver
 from elastictrain.rendezvous.embedded import EmbeddedStore
@@ -69,6 +70,7 @@ def open_meeting(config: RunConfig, clock: Clock, environ: Mapping[str, str]) ->
         # A store in this process's memory cannot outlive the node, so its lease never ends.
         ttl_s=world.ttl_s if world.is_shared else float("inf"),
         outage_timeout_s=world.outage_timeout_s,
+        past_generation=newest_generation(config.run_dir),
         agreed={"elastictrain": installed_version("elastictrain"), "script": config.program.script},
     )
     if not world.is_shared:

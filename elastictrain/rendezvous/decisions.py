@@ -25,7 +25,7 @@ from elastictrain.rendezvous.events import (
     StopAt,
     Waiting,
 )
-from elastictrain.rendezvous.records import Broken, Closed, Plan, PlanKind
+from elastictrain.rendezvous.records import PAST_GENERATION, Broken, Closed, Plan, PlanKind
 from elastictrain.rendezvous.state import (
     FINAL_PHASES,
     Blocker,
@@ -38,6 +38,7 @@ from elastictrain.rendezvous.state import (
     in_join_order,
     lost_node,
     may_train_on,
+    next_generation,
     own_member,
     seat_holders,
     stop_step,
@@ -106,10 +107,11 @@ def _join(draft: Draft) -> None:
     own = state.settings.config()
     if state.config is None:
         if not state.config_sent:
-            draft.emit(CreateConfig(config=own), reason="say what all nodes must agree on")
+            record = state.settings.config_record()
+            draft.emit(CreateConfig(config=record), reason="say what all nodes must agree on")
             draft.change(config_sent=True)
         return
-    names = sorted(own.keys() | state.config.keys())
+    names = sorted((own.keys() | state.config.keys()) - {PAST_GENERATION})
     differing = next((name for name in names if own.get(name) != state.config.get(name)), None)
     if differing is None:
         draft.change(phase=Phase.JOINED)
@@ -305,7 +307,7 @@ def _next_round(state: State) -> Round:
     else:
         reason = "start"
     return Round(
-        generation=state.generation + 1, seats=seats, store_host=host.host, store_port=host.store_port, reason=reason
+        generation=next_generation(state), seats=seats, store_host=host.host, store_port=host.store_port, reason=reason
     )
 
 

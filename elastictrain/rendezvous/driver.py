@@ -32,6 +32,9 @@ from elastictrain.rendezvous.store import (
 from elastictrain.topology import Round
 
 _STORY_LENGTH = 30
+_NUMBERED = frozenset({"round", "plan", "broken"})
+# Nothing is decided by what is older than the newest; people who look into the store may want to see how it came.
+_KEPT_GENERATIONS = 16
 
 
 class Probe(Protocol):
@@ -267,6 +270,13 @@ class Driver:
         for key in sorted(name for name in self._names if not name.startswith(kept)):
             self._store.delete(key)
 
+    def _prune(self, newest: int) -> None:
+        """Delete what has been said of generations up to `newest`; whoever makes a Round does it for all."""
+        for name in sorted(self._names):
+            kind, _, number = name.removeprefix(self._keys.prefix).partition("/")
+            if kind in _NUMBERED and number.isdecimal() and int(number) <= newest:
+                self._store.delete(name)
+
     def _reap(self) -> bool:
         """Look at the writes that are done: repeat what may succeed, tell the core of a lost lease (then True)."""
         done = [(write, future) for write, future in self._pending if future.done()]
@@ -274,6 +284,8 @@ class Driver:
         is_lease_lost = False
         for write, future in done:
             error = future.exception()
+            if error is None and isinstance(write, ev.CreateRound) and future.result():
+                self._prune(write.round.generation - _KEPT_GENERATIONS)
             if error is None or self._state.phase in FINAL_PHASES:
                 continue
             if isinstance(error, LeaseLostError):

@@ -21,6 +21,8 @@ from elastictrain.errors import ConfigError, StoreError
 from elastictrain.topology import Candidate
 
 RECORD_VERSION = 1
+PAST_GENERATION = "past_generation"
+"""In the `config` key, but nothing that nodes have to agree on beforehand: the first to write it decides."""
 
 PlanKind = Literal["join", "leave"]
 
@@ -51,6 +53,8 @@ class Settings:
     """How long nodes that train together go on beyond their leases while they cannot reach the store."""
     closed_ttl_s: float = 60.0
     """How long the record of a finished run tells late nodes of it; then its id may be used again."""
+    past_generation: int = 0
+    """Newest generation of the run's earlier lives that this node knows of: numbers go on from there."""
     agreed: Mapping[str, str] = field(default_factory=dict)
     """More that must be equal on every node, such as the version."""
 
@@ -81,11 +85,15 @@ class Settings:
                 raise ConfigError(f"{name} {seconds}: expected a positive number of seconds", field=name, seen=seconds)
 
     def config(self) -> dict[str, Any]:
-        """The value of the `config` key that this node would write."""
+        """What must be equal on every node."""
         numbers = {"min_nodes": self.min_nodes, "max_nodes": self.max_nodes, "min_world_size": self.min_world_size}
         # A node that waits less than the others go on would train beside them.
         times = {"outage_timeout_s": float(self.outage_timeout_s)}
         return {"version": RECORD_VERSION, **numbers, **times, **self.agreed}
+
+    def config_record(self) -> dict[str, Any]:
+        """The value of the `config` key that this node would write: it also decides where generations begin."""
+        return {**self.config(), PAST_GENERATION: self.past_generation}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

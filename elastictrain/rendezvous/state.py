@@ -14,7 +14,7 @@ from typing import Any
 
 from elastictrain.errors import InternalError
 from elastictrain.rendezvous.events import MemberSeen
-from elastictrain.rendezvous.records import Broken, Closed, Member, Plan, Position, Settings
+from elastictrain.rendezvous.records import PAST_GENERATION, Broken, Closed, Member, Plan, Position, Settings
 from elastictrain.topology import Candidate, Round
 
 
@@ -165,6 +165,14 @@ def lost_node(state: State) -> str | None:
     return next((node_id for node_id in state.round.node_ids if node_id not in alive), None)
 
 
+def next_generation(state: State) -> int:
+    """Number of the next Round. One key decides where the first begins, so that two proposers name the same."""
+    if state.round is not None:
+        return state.generation + 1
+    past = (state.config or {}).get(PAST_GENERATION, 0)
+    return 1 + (past if isinstance(past, int) and past >= 0 else 0)
+
+
 def may_train_on(state: State) -> bool:
     """Whether the nodes of the newest Round, all of them gone from the store, may still train.
 
@@ -300,7 +308,7 @@ def check_invariants(state: State) -> None:
         "seats are held in an entered Round": state.seat_generation <= state.entered,
         "only what was entered is fenced": state.fenced <= state.entered,
         "only what was made is settled": state.settled <= generation,
-        "the next Round is one further": state.round_sent <= generation + 1,
+        "the next Round is one further": state.round is None or state.round_sent <= generation + 1,
         "only what was made is broken or planned": max(state.broken_sent, state.plan_sent) <= generation,
         "members stand under their own name": all(
             node_id == seen.member.node_id for node_id, seen in state.members.items()

@@ -88,6 +88,27 @@ def test_node_is_refused_with_both_values_when_its_options_differ(site: Site) ->
     assert "Traceback" not in site.log("b")
 
 
+def test_generations_go_on_when_all_nodes_and_etcd_have_lost_everything(site: Site) -> None:
+    for name in ("a", "b"):
+        site.start(name)
+    site.wait_round(2)
+    site.wait_steps(8)
+    for node in site.nodes.values():
+        node.kill()
+        node.wait()
+    newest = max(one["generation"] for one in site.ledger("round"))
+    site.etcd.wipe()
+    for name in ("c", "d"):
+        site.start(name)
+    site.wait_round(2, after=newest)
+    assert [site.ends(name) for name in ("c", "d")] == [0, 0], site.logs()
+    lives: dict[int, set[str]] = {}
+    for one in site.ledger("round"):
+        lives.setdefault(one["generation"], set()).add(str(one["seats"]))
+    assert all(len(seats) == 1 for seats in lives.values()), "a number names one round, over all lives of the run"
+    site.prove(14)
+
+
 def test_password_reaches_etcd_and_nothing_else_when_it_asks_for_one(tmp_path: Path) -> None:
     with run_cluster() as etcd:
         etcd.enable_auth("trainer", "s3cret-word", prefix="/elastictrain/")

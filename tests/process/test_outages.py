@@ -137,11 +137,14 @@ def test_training_goes_on_when_the_quorum_is_lost_for_half_a_minute(trio: Cluste
 
 
 @pytest.mark.slow
-def test_worker_killed_while_etcd_is_away_is_replaced_when_it_is_back(trio: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fault", [stop_all, lose_all])
+def test_worker_killed_while_etcd_is_away_is_replaced_when_it_is_back(
+    trio: Cluster, tmp_path: Path, fault: Callable[[Cluster], Callable[[], None]]
+) -> None:
     site = start_two(trio, tmp_path, 14)
     try:
         pids = {one["pid"]: one["node"] for one in site.ledger("worker_started")}
-        repair = stop_all(trio)
+        repair = fault(trio)
         train_through(site, 2.0)
         os.kill(min(pids), signal.SIGKILL)
         wait_until(lambda: site.ledger("failure"), 20, site.logs)

@@ -13,7 +13,7 @@ from ledger_runs import RUN_ID, RecordedRun, finished_run, make_run_dir
 from elastictrain.clock import ManualClock
 from elastictrain.errors import ConfigError
 from elastictrain.ledger import LedgerWriter, ledger_path
-from elastictrain.ledger_reader import check_chain, read_ledger, read_run_id
+from elastictrain.ledger_reader import check_chain, newest_generation, read_ledger, read_run_id
 
 Lines = list[bytes]
 
@@ -122,6 +122,21 @@ def test_reader_merges_nodes_by_time_when_there_are_several(tmp_path: Path) -> N
     entries = read_ledger(tmp_path)
     assert [(entry.node, entry.fields["step"]) for entry in entries] == [("ab"[n % 2], n) for n in range(6)]
     assert entries.problems == []
+
+
+def test_newest_generation_is_found_at_the_ends_of_all_files(tmp_path: Path) -> None:
+    make_run_dir(tmp_path)
+    assert newest_generation(tmp_path) == 0
+    clock = ManualClock()
+    for node, newest in (("a", 900), ("b", 7)):
+        writer = LedgerWriter(ledger_path(tmp_path, node), RUN_ID, node, clock)
+        for generation in range(1, newest + 1):
+            writer.append("round", generation=generation, world_size=1, seats=["x" * 2000], reason="join")
+        writer.append("run_finished", exit_code=0, step=1)
+        writer.close()
+    with ledger_path(tmp_path, "a").open("ab") as file:
+        file.write(b'{"v":1,"generation":5000')  # torn by a crash
+    assert newest_generation(tmp_path) == 900
 
 
 def test_run_id_is_found_at_the_top_or_one_level_down_when_run_json_holds_it(tmp_path: Path) -> None:

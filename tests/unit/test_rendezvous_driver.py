@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import select
+import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -63,8 +64,9 @@ class Nodes:
         self.drivers: list[Driver] = []
 
     def make(self, node_id: str, **values: Any) -> Driver:
+        host, port = values.pop("host", node_id), values.pop("store_port", 1)
         settings = Settings(**{"run_id": "run", "max_nodes": 2, "last_call_timeout_s": 0.0, "ttl_s": 8.0, **values})
-        driver = Driver(self.store, settings, clock=self.clock, node_id=node_id, host=node_id, store_port=1)
+        driver = Driver(self.store, settings, clock=self.clock, node_id=node_id, host=host, store_port=port)
         self.drivers.append(driver)
         return driver
 
@@ -239,3 +241,68 @@ def test_change_takes_milliseconds_when_the_run_has_one_node() -> None:
         assert min(durations_s) < 1e-2
     finally:
         driver.close()
+
+
+def test_driver_deletes_what_was_said_of_long_past_generations_when_it_makes_a_round(nodes: Nodes) -> None:
+    driver = nodes.make("a", max_nodes=1)
+    driver.handle(ev.NodeReady(candidates=offer("a", 0)))
+    driver.poll()
+    for generation in range(1, 41):
+        driver.handle(ev.LocalBroken(generation=generation, cause="worker_died", worker_id="a0"))
+        driver.poll()
+        driver.handle(ev.LocalChanged(candidates=offer("a", 0), settled=generation))
+        driver.poll()
+    assert driver.state.generation == 41
+    keys = Keys("run")
+    left = {name for name in nodes.store._entries if name.startswith((keys.round(4)[:-1], keys.broken(4)[:-1]))}
+    newest = range(41 - 16 + 1, 42)
+    assert left == {keys.round(number) for number in newest} | {keys.broken(number) for number in newest[:-1]}
+
+
+def test_generations_go_on_from_an_earlier_life_when_the_first_node_knows_of_one(nodes: Nodes) -> None:
+    first, second = nodes.make("a", min_nodes=2, past_generation=7), nodes.make("b", min_nodes=2)
+    for driver in (first, second):
+        driver.handle(ev.NodeReady(candidates=offer(driver.state.node_id, 0)))
+        driver.poll()
+    for driver in (first, second):
+        driver.poll()
+        assert driver.state.round is not None
+        assert driver.state.round.generation == 8
+        assert len(driver.state.round.node_ids) == 2
+    first.handle(ev.LocalBroken(generation=8, cause="worker_died", worker_id="a0"))
+    for driver in (first, second):
+        driver.poll()
+        driver.handle(ev.LocalChanged(candidates=offer(driver.state.node_id, 0), settled=8))
+    for driver in (first, second, first):
+        driver.poll()
+    assert first.state.generation == second.state.generation == 9
+
+
+def test_driver_asks_after_the_host_when_all_nodes_of_a_round_are_silent(nodes: Nodes) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    first, second = (nodes.make(name, min_nodes=2, host="127.0.0.1", store_port=port) for name in "ab")
+    other = nodes.make("c", min_nodes=2)
+    late = nodes.make("d", min_nodes=2)
+    for driver in (first, second):
+        driver.handle(ev.NodeReady(candidates=offer(driver.state.node_id, 0)))
+        driver.poll()
+    for driver in (first, second):
+        driver.poll()
+    assert first.state.generation == 1
+    other.handle(ev.NodeReady(candidates=offer("c", 0)))
+    other.poll()
+    nodes.store.is_cut = True
+    nodes.clock.advance(9.0)
+    nodes.store.is_cut = False
+    nodes.store.expire_leases()
+    (waiting,) = [output for output in other.poll() if isinstance(output, ev.Waiting)]
+    assert "may be cut off from it and train on" in waiting.reason
+    assert not select.select([other], [], [], 0.5)[0], "somebody listens: nothing is proven"
+    assert other.state.host_gone == 0
+    listener.close()
+    late.handle(ev.NodeReady(candidates=offer("d", 0)))
+    late.poll()
+    assert select.select([late], [], [], 10)[0], "the machine says that nobody is there"
+    late.poll()
+    assert late.state.host_gone == 1

@@ -116,7 +116,7 @@ def test_node_says_what_must_agree_when_the_run_is_new() -> None:
     state, effects = step(state, ev.NodeReady(expected=2))
     assert effects == []
     state, effects = step(state, ev.SnapshotSeen(changes=(), revision=0))
-    assert effects == [ev.CreateConfig(config=state.settings.config())]
+    assert effects == [ev.CreateConfig(config=state.settings.config_record())]
     transition = advance(state, told(ev.ConfigSeen(config=state.settings.config())), now_s=0.0)
     assert transition.effects[0] == ev.PutMember(member=Member(node_id="a", host="a.local", store_port=1, expected=2))
 
@@ -127,12 +127,12 @@ def test_node_waits_for_the_last_lease_when_a_dead_run_had_another_configuration
     state, effects = step(state, ev.NodeReady(), ev.SnapshotSeen(changes=(other,), revision=1))
     assert effects == []
     state, effects = step(state, told(ev.ConfigSeen(config=None)))
-    assert effects == [ev.CreateConfig(config=state.settings.config())]
+    assert effects == [ev.CreateConfig(config=state.settings.config_record())]
 
 
 def test_node_says_again_what_must_agree_when_the_node_that_had_said_it_is_gone() -> None:
     state, effects = step(running("a"), told(ev.ConfigSeen(config=None)))
-    assert effects == [ev.CreateConfig(config=state.settings.config())]
+    assert effects == [ev.CreateConfig(config=state.settings.config_record())]
     _, effects = step(state, told(ev.ConfigSeen(config=state.settings.config())))
     assert effects == []
 
