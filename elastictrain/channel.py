@@ -14,6 +14,7 @@ messages is that of the one socket.
     parked       stands still, step           stop_at   run up to this step, then park
     suspect      a collective failed          fence     the generation is broken
     resumed      seconds of each stage        save      write a checkpoint now, then tell
+    whereabouts  what the main thread does    where     tell what your main thread does
     commit       one committed step
     epoch_finished, epoch_left, evaluated, saved, save_failed, resumed_from, exception, finished
 """
@@ -39,6 +40,7 @@ WORKER_KINDS: Final = frozenset(
         "hello",
         "ready",
         "position",
+        "whereabouts",
         "parked",
         "suspect",
         "resumed",
@@ -54,7 +56,7 @@ WORKER_KINDS: Final = frozenset(
     }
 )
 QUIET_KINDS: Final = frozenset({"commit"})
-AGENT_KINDS: Final = frozenset({"welcome", "round", "hold", "stop_at", "fence", "save"})
+AGENT_KINDS: Final = frozenset({"welcome", "round", "hold", "stop_at", "fence", "save", "where"})
 
 Message = dict[str, Any]
 

@@ -197,6 +197,8 @@ class RunConfig:
     """Failures after which the run ends, in all; None: it ends after 3 in a row without a newly committed step."""
     grace_period_s: float = 30.0
     """What a preemption notice leaves for a checkpoint and a clean end."""
+    hang_timeout_s: float | None = None
+    """How long a worker may commit nothing before it counts as hung; None: learned from the steps; 0: for ever."""
     shutdown_timeout_s: float = 30.0
     """How long workers may take to end after a signal, before SIGKILL."""
     signals_to_handle: tuple[str, ...] = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -226,6 +228,12 @@ class RunConfig:
             _require(path.is_absolute(), option, "an absolute path", str(path))
         _require(self.max_restarts is None or self.max_restarts >= 0, "--max-restarts", "0 or more", self.max_restarts)
         _require(0 <= self.grace_period_s < float("inf"), "--grace-period-s", "0 or more seconds", self.grace_period_s)
+        _require(
+            self.hang_timeout_s is None or 0 <= self.hang_timeout_s < float("inf"),
+            "--hang-timeout",
+            "auto, or 0 or more seconds",
+            self.hang_timeout_s,
+        )
         _require(self.shutdown_timeout_s >= 0, "--shutdown-timeout", "0 or more seconds", self.shutdown_timeout_s)
 
     def to_spec(self) -> dict[str, Any]:

@@ -102,6 +102,7 @@ OPTIONS: Mapping[str, Option] = {
     "keep": Option("3", variable=False),
     "min_world_size": Option("1", variable=False),
     "grace_period_s": Option("30", variable=False),
+    "hang_timeout": Option("auto", variable=False),
     "metrics_host": Option("127.0.0.1", variable=False),
     "metrics_port": Option(variable=False),
 }
@@ -287,7 +288,6 @@ def _build(
     program: Program,
 ) -> RunConfig:
     """Convert every setting and put the tree together; the tree checks the rest."""
-
     num_workers = count_workers(_given(settings, "nproc_per_node"))
     return RunConfig(
         run_id=run_id,
@@ -307,6 +307,7 @@ def _build(
         output=_output(settings, environ, cwd),
         max_restarts=_optional_count(settings, "max_restarts", example=3),
         grace_period_s=read_seconds(_given(settings, "grace_period_s"), example="30"),
+        hang_timeout_s=_hang_timeout_s(_given(settings, "hang_timeout")),
         shutdown_timeout_s=_shutdown_timeout_s(_given(settings, "shutdown_timeout"), environ),
         signals_to_handle=read_signals(_given(settings, "signals_to_handle")),
         role=_text(settings, "role"),
@@ -362,6 +363,11 @@ def _optional_count(
 def _conf_seconds(given: Given, name: str) -> float:
     text = read_pairs(given).get(name, _TIMES[name])
     return read_seconds(Given(f"--rdzv-conf {name}", text, given.origin), example=_TIMES[name])
+
+
+def _hang_timeout_s(given: Given) -> float | None:
+    """Read a time, or None for a learned one."""
+    return None if given.text == "auto" else read_seconds(given, example="60")
 
 
 def _shutdown_timeout_s(given: Given, environ: Mapping[str, str]) -> float:

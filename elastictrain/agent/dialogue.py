@@ -92,8 +92,12 @@ class Dialogue:
     def _suspect(self, worker: WorkerProcess, message: Mapping[str, Any]) -> None:
         self._agent.suspect(worker, int(message["generation"]), str(message["error"]))
 
+    def _whereabouts(self, worker: WorkerProcess, message: Mapping[str, Any]) -> None:
+        self._agent.hang.answered(worker, message)
+
     def _resumed(self, worker: WorkerProcess, message: Mapping[str, Any]) -> None:
         agent = self._agent
+        agent.hang.entered(worker)
         worker.holds_state = True
         worker.step = int(message["step"])
         agent.recorder.worker_is(worker, "productive")
@@ -103,6 +107,7 @@ class Dialogue:
 
     def _commit(self, worker: WorkerProcess, message: Mapping[str, Any]) -> None:
         worker.step = int(message["step"])
+        self._agent.hang.committed(worker)
         self._agent.recorder.committed(message)
         for other in self._agent.workers:
             if other.has_finished and other.step < worker.step:
@@ -114,7 +119,8 @@ class Dialogue:
     def _epoch_left(self, _: WorkerProcess, message: Mapping[str, Any]) -> None:
         self._agent.recorder.epoch_left(int(message["loop"]), int(message["epoch"]))
 
-    def _evaluated(self, _: WorkerProcess, message: Mapping[str, Any]) -> None:
+    def _evaluated(self, worker: WorkerProcess, message: Mapping[str, Any]) -> None:
+        self._agent.hang.evaluated(worker)
         if message["rank"] == 0:
             self._agent.recorder.evaluated(int(message["step"]), message["result"])
 

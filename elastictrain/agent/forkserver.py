@@ -10,6 +10,7 @@ killed with the worker.
 
     agent → fork server   spawn    worker_id, env, cwd; descriptors: channel, [stdout], [stderr]
     fork server → agent   spawned  worker_id, pid; descriptor: pidfd
+                          stopped  worker_id, stopped: a signal has stopped it (true) or let it go on
                           exited   worker_id, status (as waitpid), found_s (monotonic)
 """
 
@@ -194,13 +195,22 @@ class ForkServer:
         """Take in every process that has ended: workers, and what they have left without a parent."""
         dead: list[int] = []
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0] != 0:
+            while (ended := os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0] != 0:
                 pid, status = ended
+                if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
+                    self._tell_stop(pid, is_stopped=os.WIFSTOPPED(status))
+                    continue
                 dead.append(pid)
                 child = self._children.pop(pid, None)
                 if child is not None:
                     self._bury(child, status)
         remove_files_of(dead)
+
+    def _tell_stop(self, pid: int, *, is_stopped: bool) -> None:
+        child = self._children.get(pid)
+        if child is not None:
+            with contextlib.suppress(OSError):
+                send_message(self._sock, {"kind": "stopped", "worker_id": child.worker_id, "stopped": is_stopped})
 
     def _bury(self, child: Child, status: int) -> None:
         found_s = time.monotonic()

@@ -71,7 +71,8 @@ def failure_of(worker: WorkerProcess) -> Failure | None:
         step=told.get("step") if told else (worker.step if worker.holds_state else None),
         error_type=str(told.get("error_type", "")),
         message=str(told.get("message", "")),
-        traceback=str(told.get("traceback", "")),
+        traceback=str(told.get("traceback", "")) or worker.hang_stack,
+        hang=worker.hang,
         is_config=bool(told.get("is_config", False)),
         incident=(worker.generation, 0 if worker.generation else worker.attempt),
     )

@@ -24,6 +24,7 @@ from elastictrain.agent.departure import Departure
 from elastictrain.agent.dialogue import Dialogue
 from elastictrain.agent.ending import EXIT_FAILED, EXIT_USAGE, Ending
 from elastictrain.agent.environment import current_environment, worker_environment
+from elastictrain.agent.hang import HangWatch
 from elastictrain.agent.meeting import Meeting
 from elastictrain.agent.membership import failure_of, local_view, seated
 from elastictrain.agent.policy import Action, Budget, Failure, decide
@@ -82,11 +83,13 @@ class NodeAgent(SimpleElasticAgent):
             on_fork_server_lost=lambda: self.ending.end(
                 EXIT_FAILED, "the fork server was killed, and the workers with it"
             ),
+            on_stop=lambda worker, is_stopped: self.hang.stood_still(worker, is_stopped=is_stopped),
         )
         self._streams = Streams(config, self._selector)
         self._dialogue = Dialogue(self)
         self.recovery = RecoveryRecord(recorder, clock, self.node_id)
         self.departure = Departure(self)
+        self.hang = HangWatch(self, config.hang_timeout_s)
         self._budget = Budget(max_restarts=config.max_restarts)
         self._view: ev.LocalChanged | None = None
         self._changes = ChangeLog(logger)
@@ -154,10 +157,16 @@ class NodeAgent(SimpleElasticAgent):
             self._suspicion = None
             if self.round is not None and self.round.generation == generation:
                 self.mark_broken(worker, "collective_failed", error)
+        self.hang.advance()
         self.departure.advance()
 
     def _timeout_s(self) -> float | None:
-        ends = [self.driver.next_deadline_s(), self.departure.deadline_s(), self.supervisor.next_read_s()]
+        ends = [
+            self.driver.next_deadline_s(),
+            self.departure.deadline_s(),
+            self.supervisor.next_read_s(),
+            self.hang.deadline_s(),
+        ]
         if self._suspicion is not None:
             ends.append(self._suspicion[0].at_s)
         nearest = min((end for end in ends if end is not None), default=None)
@@ -229,6 +238,7 @@ class NodeAgent(SimpleElasticAgent):
             worker.rank, worker.phase, worker.evaluating, worker.position = seat.rank, Phase.TRAINING, False, None
             worker.settled = max(worker.settled, round_.generation - 1)
             worker.generation = round_.generation
+            self.hang.entered(worker)
             left.discard(seat.rank)
             self.recorder.metrics.worker_entered(seat.rank)
             self.recorder.worker_is(worker, "recovering")
@@ -266,6 +276,10 @@ class NodeAgent(SimpleElasticAgent):
     def kill(self, worker: WorkerProcess, number: signal.Signals = signal.SIGKILL) -> None:
         worker.killed_by_agent = True
         self.supervisor.signal(worker, number)
+
+    def kill_hung(self, worker: WorkerProcess) -> None:
+        """End a worker that hangs; its failure counts, and somebody takes its place."""
+        self.supervisor.signal(worker, signal.SIGKILL)
 
     def _on_message(self, worker: WorkerProcess, message: Mapping[str, Any]) -> None:
         self._dialogue.take(worker, message)

@@ -31,6 +31,8 @@ class Failure:
     message: str = ""
     traceback: str = ""
     is_config: bool = False
+    hang: str = ""
+    """How the agent found that it hung, where that is why it was killed."""
     incident: tuple[int, int] | None = None
 
     @property
@@ -38,12 +40,16 @@ class Failure:
         """One word of a closed set, for metrics and the ledger."""
         if self.error_type:
             return "exception"
+        if self.hang:
+            return "hang"
         return "signal" if self.exit_code < 0 else "exit"
 
     def describe(self) -> str:
         """How it ended, in words."""
         if self.error_type:
             return f"{self.error_type}: {self.message}" if self.message else self.error_type
+        if self.hang:
+            return f"hung: {self.hang}"
         if self.exit_code < 0:
             name = signal.Signals(-self.exit_code).name if -self.exit_code in signal.valid_signals() else "?"
             hint = ", possibly out of memory" if name == "SIGKILL" else ""

@@ -70,6 +70,8 @@ class WorkerProcess:
     killed_by_agent: bool = False
     evidence_s: float | None = None
     early_signal: signal.Signals | None = None
+    hang: str = ""
+    hang_stack: str = ""
 
     @property
     def is_alive(self) -> bool:
@@ -81,7 +83,8 @@ class Supervisor:
     """Starts workers through the fork server and tells of their messages, deaths and exit codes, all as events.
 
     `on_message(worker, message)`, `on_death(worker)` (as soon as the kernel knows) and `on_exit(worker)` (with its
-    exit code) are called from `handle`, in the agent's loop.
+    exit code) are called from `handle`, in the agent's loop; `on_stop(worker, is_stopped)` when a signal has stopped it
+    or let it go on.
     """
 
     fork_server: socket.socket
@@ -91,6 +94,7 @@ class Supervisor:
     on_death: Callable[[WorkerProcess], None]
     on_exit: Callable[[WorkerProcess], None]
     on_fork_server_lost: Callable[[], None]
+    on_stop: Callable[[WorkerProcess, bool], None] = lambda _worker, _is_stopped: None
     workers: dict[str, WorkerProcess] = field(default_factory=dict)
     _quiet: dict[str, WorkerProcess] = field(default_factory=dict)
     _quiet_until_s: float = 0.0
@@ -181,6 +185,8 @@ class Supervisor:
             self.selector.register(worker.pidfd, selectors.EVENT_READ, lambda: self._died(worker))
             if worker.early_signal is not None:
                 self.signal(worker, worker.early_signal)
+        elif message["kind"] == "stopped":
+            self.on_stop(worker, bool(message["stopped"]))
         elif message["kind"] == "exited":
             worker.evidence_s = min(worker.evidence_s or float("inf"), float(message["found_s"]))
             self._died(worker)

@@ -33,6 +33,11 @@ _GROUPS: tuple[tuple[str, tuple[_Option, ...]], ...] = (
         (
             _Option("nnodes", "N|MIN:MAX", "number of nodes (default 1); more than 1 needs --rdzv-backend etcd3"),
             _Option("nproc-per-node", "N|auto|cpu|gpu|xpu", "workers on this node (default 1)"),
+            _Option(
+                "hang-timeout",
+                "auto|SECONDS",
+                "kill a worker that commits nothing for so long (0: never; default: learned)",
+            ),
             _Option("min-world-size", "N", "wait for replacements below this many workers (default 1)"),
             _Option("spares", "N", "workers that wait, imports done, to replace a lost one (default 0)"),
             _Option("max-restarts", "N", "end after N failures (default: after 3 in a row without a committed step)"),

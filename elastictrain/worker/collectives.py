@@ -225,6 +225,10 @@ class Communicator:
             if own is not None:
                 dist.destroy_process_group(own)
 
+    def has_flights(self) -> bool:
+        """Whether one of this rank's collectives is under way. Any thread."""
+        return self._flights.has_open()
+
     def num_collectives(self) -> int:
         """How many collectives the group has begun, those of the script's own calls included."""
         group: Any = dist.GroupMember.WORLD

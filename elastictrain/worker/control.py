@@ -15,6 +15,7 @@ from elastictrain.channel import CHANNEL_VERSION, Channel, ChannelError, Message
 from elastictrain.errors import ConfigError, WorkerError
 from elastictrain.topology import Round
 from elastictrain.worker.collectives import Communicator
+from elastictrain.worker.whereabouts import find_whereabouts
 
 WELCOME_TIMEOUT_S: Final = 60.0
 FENCE_CONFIRM_TIMEOUT_S: Final = 5.0
@@ -30,6 +31,8 @@ class Control:
         self._changed = threading.Condition()
         self.generation = 0
         self.begun = 0
+        self.place = "between"
+        """What the main thread does: "draw", "step", "save", "evaluation", or "between" these."""
         self._evaluating = False
         self._fenced = 0
         self._fence_cause = ""
@@ -74,6 +77,10 @@ class Control:
                     self._fenced, self._fence_cause = generation, str(message["cause"])
                 self._changed.notify_all()
             self._comm.abort(generation)
+            return
+        if kind == "where":
+            where = find_whereabouts(place=self.place, has_flights=self._comm.has_flights())
+            self.channel.send("whereabouts", **where)
             return
         with self._changed:
             if kind == "round":

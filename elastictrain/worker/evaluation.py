@@ -42,7 +42,7 @@ def evaluate(run: Run, fn: Callable[[], T]) -> T:
             if not results:  # others did it before this worker came
                 results.append(_evaluate_alone(run, fn))
             break  # another rank has passed the barrier, so this one's result counts too
-        run._evaluating = True
+        run._evaluating, run._control.place = True, "evaluation"
         results.clear()
         try:
             results.append(fn())
@@ -56,7 +56,7 @@ def evaluate(run: Run, fn: Callable[[], T]) -> T:
                 raise
             error.__traceback__ = None
         finally:
-            run._evaluating = False
+            run._evaluating, run._control.place = False, "between"
         recover(run, evaluating=True)
     run._evaluations += 1
     run._control.channel.send("evaluated", step=run.step, rank=run.rank, result=_plain(results[0]))
@@ -65,11 +65,12 @@ def evaluate(run: Run, fn: Callable[[], T]) -> T:
 
 def _evaluate_alone(run: Run, fn: Callable[[], T]) -> T:
     before, run._evaluating_alone = run._evaluating_alone, True
+    run._control.place = "evaluation"
     try:
         with run._comm.alone():
             return fn()
     finally:
-        run._evaluating_alone = before
+        run._evaluating_alone, run._control.place = before, "between"
 
 
 def _plain(result: Any) -> Any:

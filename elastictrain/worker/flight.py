@@ -39,6 +39,11 @@ class Flights:
             self.give_up()
         return outcome
 
+    def has_open(self) -> bool:
+        """Whether a collective is under way."""
+        with self._lock:
+            return any(not work.is_completed() for work, _ in self._open)
+
     def _land(self, landing: Pending, done: Pending) -> None:
         try:
             value: Any = done.value()

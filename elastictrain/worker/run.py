@@ -226,7 +226,9 @@ class Run:
         with contextlib.closing(source):
             while limit is None or cursor.loop_steps < limit:
                 drawn_s = time.perf_counter()
+                self._control.place = "draw"
                 fetched = next(source, None)
+                self._control.place = "between"
                 if fetched is None:
                     if fetcher.epoch_length is None:
                         self._control.channel.send("epoch_finished", loop=cursor.loop, epoch=cursor.epoch)
@@ -261,7 +263,9 @@ class Run:
         """The body of a loop over steps is over, with its step committed."""
         self._state.mark_body_end()
         self._body_cursor = self._cursor.to_json()
+        self._control.place = "save"
         self._checkpointer.at_body_end()
+        self._control.place = "between"
 
     def _check_undone(self, step: Step) -> None:
         if not step.was_tried:

@@ -108,6 +108,7 @@ class Step:
         run = self._run
         self.was_tried = True
         run._attempt = self
+        run._control.place = "step"
         run._undo.begin()
         buffers = run._state.buffer_reduction
         buffers.begin(run._undo.buffers, self._scale)
@@ -162,6 +163,7 @@ class Step:
             return False
         finally:
             run._attempt = None
+            run._control.place = "between"
 
     def _abort(self, error: BaseException, traceback: TracebackType | None) -> None:
         """Undo the attempt and recover; `committed` tells then whether another rank had carried the step through.

@@ -24,6 +24,7 @@ parser.add_argument("--out", type=Path, required=True)
 parser.add_argument("--epochs", type=int, default=1)
 parser.add_argument("--pause-s", type=float, default=0.0)
 parser.add_argument("--pause-from", type=int, default=0)
+parser.add_argument("--evaluate-s", type=float, default=0.0)
 parser.add_argument("--num-workers", type=int, default=0)
 parser.add_argument("--fail", default="")
 parser.add_argument("--fail-rank", type=int, default=0)
@@ -77,6 +78,15 @@ def fail(kind: str) -> None:
             sys.exit(3)
         case "exit0":
             sys.exit(0)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "spin":
+            while True:
+                pass
+        case "sleep":
+            threading.Event().wait()
+        case "hold":
+            ctypes.PyDLL(None).usleep(2_500_000)  # keeps every thread of this process from running
         case "thread":
             thread = threading.Thread(target=lambda: [][0])
             thread.start()
@@ -108,6 +118,8 @@ for step in run.steps(Samples(), batch_size=8, epochs=args.epochs, num_workers=a
         run.log(loss=loss)
     pause.wait(args.pause_s if run.step >= args.pause_from else 0)
 
+if args.evaluate_s:
+    run.evaluate(lambda: pause.wait(args.evaluate_s))
 if run.is_main:
     torch.save(dict(model.module.state_dict()), args.out / "final.pt")
 (args.out / f"end-{os.getpid()}").write_text(str(run.step))
