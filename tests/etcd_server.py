@@ -19,8 +19,9 @@ from typing import Any
 import grpc
 from waiting import wait_until
 
+from elastictrain.rendezvous.endpoint import Endpoint
 from elastictrain.rendezvous.etcd.messages import load_rpc
-from elastictrain.rendezvous.etcd.settings import Endpoint, EtcdSettings, read_etcd_settings
+from elastictrain.rendezvous.etcd.settings import EtcdSettings, read_etcd_settings
 from elastictrain.rendezvous.etcd.watching import range_end
 
 START_S = 20.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 
 from elastictrain.clock import Clock
 from elastictrain.errors import StoreError
-from elastictrain.rendezvous.store import Inbox, KeyEvent, Lease, LeaseLostError, Snapshot, Value
+from elastictrain.rendezvous.store import Inbox, KeyEvent, Lease, LeaseLostError, Snapshot, Value, copy_value
 
 
 @dataclass(slots=True)
@@ -139,13 +138,9 @@ class EmbeddedStore:
     def _write(self, key: str, value: Value, lease: Lease | None, *, is_create: bool) -> Future[bool]:
         done: Future[bool] = Future()
         try:
-            # The round trip is the promise that a caller's later change of its dict, or a value that JSON cannot carry,
-            # behaves here as it would over the network.
-            copy = json.loads(json.dumps(value, allow_nan=False))
-            if copy != value or not isinstance(copy, dict):
-                raise ValueError("it does not come back as it was written")
-        except (TypeError, ValueError) as error:
-            done.set_exception(StoreError(f"{key}: the value is not a JSON object: {error}", retryable=False))
+            copy = copy_value(key, value)
+        except StoreError as error:
+            done.set_exception(error)
             return done
         with self._lock:
             self.expire_leases()

@@ -6,6 +6,7 @@ whose file descriptor wakes the one selector loop of the agent. Values are JSON 
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections.abc import Mapping
@@ -16,6 +17,21 @@ from typing import Any, Protocol
 from elastictrain.errors import ConfigError, StoreError
 
 Value = Mapping[str, Any]
+
+
+def copy_value(key: str, value: Value) -> dict[str, Any]:
+    """Give a copy of `value` as JSON would bring it back. Raises StoreError when it is not a JSON object.
+
+    The round trip is the promise that a caller's later change of its dict, or a value that JSON cannot carry, behaves
+    in one process as it would over the network.
+    """
+    try:
+        copy = json.loads(json.dumps(value, allow_nan=False))
+        if not isinstance(copy, dict) or copy != value:
+            raise ValueError("it does not come back as it was written")
+    except (TypeError, ValueError) as error:
+        raise StoreError(f"{key}: the value is not a JSON object: {error}", retryable=False) from None
+    return copy
 
 
 class LeaseLostError(StoreError):

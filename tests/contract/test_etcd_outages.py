@@ -20,9 +20,9 @@ from elastictrain.clock import SystemClock
 from elastictrain.errors import StoreError
 from elastictrain.rendezvous import events as ev
 from elastictrain.rendezvous.driver import Driver
+from elastictrain.rendezvous.endpoint import Endpoint
 from elastictrain.rendezvous.etcd.etcd_store import EtcdStore
 from elastictrain.rendezvous.etcd.opening import open_etcd_store
-from elastictrain.rendezvous.etcd.settings import Endpoint
 from elastictrain.rendezvous.records import Settings
 from elastictrain.rendezvous.store import KeyEvent, LeaseLostError, Snapshot
 from elastictrain.topology import Candidate

@@ -8,9 +8,10 @@ import pytest
 
 from elastictrain.clock import ManualClock
 from elastictrain.errors import StoreError
-from elastictrain.rendezvous.etcd.envelope import Envelope, Was, check_value, decode
+from elastictrain.rendezvous.etcd.envelope import Envelope, Was, decode
 from elastictrain.rendezvous.etcd.failures import RULES, Action, failed_call
-from elastictrain.rendezvous.etcd.trouble import Trouble
+from elastictrain.rendezvous.store import copy_value
+from elastictrain.rendezvous.trouble import Trouble
 
 
 @pytest.mark.parametrize(
@@ -87,11 +88,11 @@ def test_envelope_is_none_when_somebody_else_wrote_it(data: bytes) -> None:
 
 def test_value_is_copied_when_checked() -> None:
     value = {"list": [1]}
-    copy = check_value("k", value)
+    copy = copy_value("k", value)
     value["list"].append(2)
     assert copy == {"list": [1]}
     with pytest.raises(StoreError, match="k: the value is not a JSON object"):
-        check_value("k", {1: 2})  # type: ignore[dict-item]
+        copy_value("k", {1: 2})  # type: ignore[dict-item]
 
 
 def test_trouble_is_told_rarely_when_it_lasts() -> None:

@@ -7,14 +7,14 @@ import traceback
 import pytest
 
 from elastictrain.errors import ConfigError
+from elastictrain.rendezvous.endpoint import Endpoint
 from elastictrain.rendezvous.etcd.settings import (
     CONF_KEYS,
-    Endpoint,
     EtcdSettings,
-    Secret,
     parse_endpoints,
     read_etcd_settings,
 )
+from elastictrain.rendezvous.secret import Secret
 
 PASSWORD = "pa55-w0rd"
 
@@ -142,7 +142,7 @@ def test_file_wins_when_the_variable_is_set_as_well() -> None:
 def test_settings_are_refused_when_they_have_no_endpoint() -> None:
     with pytest.raises(ConfigError, match="--rdzv-endpoint"):
         EtcdSettings(endpoints=())
-    assert EtcdSettings(endpoints=(Endpoint("a"), Endpoint("::1", 5))).names == "a:2379, [::1]:5"
+    assert EtcdSettings(endpoints=(Endpoint("a", 2379), Endpoint("::1", 5))).names == "a:2379, [::1]:5"
 
 
 def test_secret_is_not_in_the_file_of_a_run_when_it_is_dumped_by_accident() -> None:

@@ -14,11 +14,12 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, wait_ran
 
 from elastictrain.clock import Clock, Deadline
 from elastictrain.errors import ConfigError, StoreError
+from elastictrain.rendezvous.endpoint import Endpoint
 from elastictrain.rendezvous.etcd.connection import Connection, Stream
 from elastictrain.rendezvous.etcd.failures import Action, EtcdError
 from elastictrain.rendezvous.etcd.probe import probe
-from elastictrain.rendezvous.etcd.settings import ENDPOINT_OPTION, Endpoint, EtcdSettings
-from elastictrain.rendezvous.etcd.trouble import Trouble
+from elastictrain.rendezvous.etcd.settings import ENDPOINT_OPTION, EtcdSettings
+from elastictrain.rendezvous.trouble import Trouble
 
 T = TypeVar("T")
 _FIRST_PAUSE_S = 0.05

@@ -13,8 +13,9 @@ import grpc
 import grpc.aio
 
 from elastictrain.errors import ConfigError
+from elastictrain.rendezvous.endpoint import Endpoint
 from elastictrain.rendezvous.etcd.failures import Action, EtcdError, failed_call
-from elastictrain.rendezvous.etcd.settings import CONF_OPTION, Endpoint, EtcdSettings
+from elastictrain.rendezvous.etcd.settings import CONF_OPTION, EtcdSettings
 
 _MAX_MESSAGE_BYTES = 128 * 1024 * 1024
 _OPTIONS: tuple[tuple[str, int], ...] = (

@@ -12,7 +12,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from elastictrain.errors import StoreError
 from elastictrain.rendezvous.store import Value
 
 FORMAT_VERSION = 1
@@ -67,14 +66,3 @@ def _read_was(found: Any) -> Was:
     return Was(
         created=int(found["created"]), revision=None if revision is None else int(revision), base=int(found["base"])
     )
-
-
-def check_value(key: str, value: Value) -> Value:
-    """Give a copy of `value` as JSON would bring it back. Raises StoreError when it is not a JSON object."""
-    try:
-        copy = json.loads(json.dumps(value, allow_nan=False))
-        if not isinstance(copy, dict) or copy != value:
-            raise ValueError("it does not come back as it was written")
-    except (TypeError, ValueError) as error:
-        raise StoreError(f"{key}: the value is not a JSON object: {error}", retryable=False) from None
-    return copy

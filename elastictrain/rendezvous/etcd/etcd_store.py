@@ -13,14 +13,13 @@ from elastictrain.clock import Clock, Deadline
 from elastictrain.errors import InternalError, StoreError
 from elastictrain.rendezvous.etcd import io_thread
 from elastictrain.rendezvous.etcd.client import Client
-from elastictrain.rendezvous.etcd.envelope import check_value
 from elastictrain.rendezvous.etcd.failures import Action, EtcdError
 from elastictrain.rendezvous.etcd.leases import EtcdLease
 from elastictrain.rendezvous.etcd.probe import find_loopback_only
 from elastictrain.rendezvous.etcd.settings import ENDPOINT_OPTION, EtcdSettings
 from elastictrain.rendezvous.etcd.watching import EtcdWatch
 from elastictrain.rendezvous.etcd.writing import Writer
-from elastictrain.rendezvous.store import Inbox, Lease, Value
+from elastictrain.rendezvous.store import Inbox, Lease, Value, copy_value
 
 T = TypeVar("T")
 _CLOSE_MARGIN_S = 10.0
@@ -168,7 +167,7 @@ class EtcdStore:
         if lease is not None and not isinstance(lease, EtcdLease):
             raise InternalError(f"{key}: a lease of {type(lease).__name__} in a store on etcd")
         try:
-            copy = check_value(key, value)
+            copy = copy_value(key, value)
         except StoreError as error:
             refused: Future[T] = Future()
             refused.set_exception(error)

@@ -14,7 +14,8 @@ import ssl
 from dataclasses import dataclass
 
 from elastictrain.errors import ConfigError
-from elastictrain.rendezvous.etcd.settings import CONF_OPTION, ENDPOINT_OPTION, Endpoint, EtcdSettings
+from elastictrain.rendezvous.endpoint import Endpoint
+from elastictrain.rendezvous.etcd.settings import CONF_OPTION, ENDPOINT_OPTION, EtcdSettings
 
 PROBE_TIMEOUT_S = 2.0
 # What an HTTP/2 client says first, with an empty SETTINGS frame; a server's answer is a SETTINGS frame (type 4).

@@ -5,15 +5,15 @@ The keys of `--rdzv-conf` have the names that torch's own etcd backends give the
 
 from __future__ import annotations
 
-import ipaddress
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal
 
 from elastictrain.config import ETCD_PASSWORD_VARIABLE
 from elastictrain.errors import ConfigError
 from elastictrain.notation import Given, read_choice, read_seconds
+from elastictrain.rendezvous.endpoint import Endpoint, read_endpoint
+from elastictrain.rendezvous.secret import Secret
 
 Protocol = Literal["http", "https"]
 
@@ -21,7 +21,7 @@ DEFAULT_PORT = 2379
 PASSWORD_VARIABLE = ETCD_PASSWORD_VARIABLE
 ENDPOINT_OPTION = "--rdzv-endpoint"
 CONF_OPTION = "--rdzv-conf"
-_HOST = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+_PORT_HINT = f"etcd's clients use {DEFAULT_PORT}"
 # The second spelling is that of torch's etcd-v2 backend.
 _SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "protocol": ("protocol",),
@@ -34,46 +34,6 @@ _SPELLINGS: Mapping[str, tuple[str, ...]] = {
 }
 CONF_KEYS = frozenset(name for names in _SPELLINGS.values() for name in names)
 """The keys of `--rdzv-conf` that are read here; all others are somebody else's."""
-
-
-class Secret:
-    """A text that shows itself only when asked to: no repr, message, log, traceback or file carries it."""
-
-    __slots__ = ("_text",)
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def reveal(self) -> str:
-        return self._text
-
-    def __repr__(self) -> str:
-        return "***"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    def __deepcopy__(self, memo: object) -> Secret:
-        return self  # it cannot change; dataclasses.asdict copies what it lists
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a secret is not written anywhere")
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """One member of the etcd cluster, as its clients reach it. `host` is a name or an address without brackets."""
-
-    host: str
-    port: int = DEFAULT_PORT
-
-    @property
-    def address(self) -> str:
-        """`host:port`, IPv6 addresses in brackets."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +134,7 @@ def read_etcd_settings(
 def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], Protocol | None]:
     """Read `HOST[:PORT],HOST[:PORT]`, each with or without `http://`; gives the scheme too, None where none is written.
 
-    An IPv6 address may stand in brackets. Without them the last group is the port where the rest is an address, as
-    torchrun reads it: `::1:2379` is port 2379 of ::1, `2001:db8::1` is an address. Raises ConfigError.
+    Each is read as `read_endpoint` says. Raises ConfigError.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
@@ -190,40 +149,15 @@ def parse_endpoints(text: str) -> tuple[tuple[Endpoint, ...], Protocol | None]:
             if scheme not in ("http", "https"):
                 raise _endpoint_error(word, "give HOST:PORT, http://HOST:PORT or https://HOST:PORT")
             schemes.add("https" if scheme == "https" else "http")
-        endpoint = _parse_endpoint(rest.removesuffix("/"), word)
+        try:
+            endpoint = read_endpoint(rest.removesuffix("/"), default_port=DEFAULT_PORT, port_hint=_PORT_HINT)
+        except ValueError as error:
+            raise _endpoint_error(word, str(error)) from None
         if endpoint not in endpoints:
             endpoints.append(endpoint)
     if len(schemes) > 1:
         raise _endpoint_error(text, "use http:// or https:// for all of them")
     return tuple(endpoints), next(iter(schemes), None)
-
-
-def _parse_endpoint(text: str, word: str) -> Endpoint:
-    if text.startswith("["):
-        host, mark, port = text[1:].partition("]")
-        if not mark or not _is_ipv6(host) or (port and not port.startswith(":")):
-            raise _endpoint_error(word, "write an IPv6 address as [ADDRESS]:PORT")
-        return Endpoint(host, _parse_port(port[1:], word) if port else DEFAULT_PORT)
-    host, mark, port = text.rpartition(":")
-    if not mark or (":" in host and not _is_ipv6(host)):
-        # No colon at all, or an IPv6 address without brackets and without a port.
-        host, port = text, str(DEFAULT_PORT)
-    if not _is_ipv6(host) and not _HOST.fullmatch(host):
-        raise _endpoint_error(word, "give a host name, an IPv4 address, or an IPv6 address in brackets")
-    return Endpoint(host, _parse_port(port, word))
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        return ipaddress.ip_address(text).version == 6
-    except ValueError:
-        return False
-
-
-def _parse_port(text: str, word: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise _endpoint_error(word, f"give a port from 1 to 65535; etcd's clients use {DEFAULT_PORT}")
-    return int(text)
 
 
 def _spelled(name: str, conf: Mapping[str, str]) -> str | None:

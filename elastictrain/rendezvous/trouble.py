@@ -1,4 +1,4 @@
-"""Telling people that etcd is away, rarely enough to be read. Pure but for the clock that it is given."""
+"""Telling people that a store is away, rarely enough to be read. Pure but for the clock that it is given."""
 
 from __future__ import annotations
 
