@@ -12,9 +12,9 @@ from collections.abc import Iterator
 class Relay:
     """Listens at `port` and passes bytes on to `target_port`; its own thread does the work."""
 
-    def __init__(self, target_port: int) -> None:
+    def __init__(self, target_port: int, *, port: int = 0) -> None:
         self._target_port = target_port
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -35,6 +35,9 @@ class Relay:
         self._wake_in.send(b"x")
 
     def close(self) -> None:
+        """End everything. Idempotent."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self._wake_in.send(b"x")
         self._thread.join()

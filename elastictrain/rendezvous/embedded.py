@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from elastictrain.clock import Clock
 from elastictrain.errors import StoreError
-from elastictrain.rendezvous.store import Inbox, KeyEvent, Lease, LeaseLostError, Snapshot, Value, copy_value
+from elastictrain.rendezvous.store import KeyEvent, Lease, LeaseLostError, Snapshot, Value, WatchItem, copy_value
+
+
+class Receiver(Protocol):
+    """Where a watch delivers; an `Inbox` is one. Called with the store's lock held: it must not block."""
+
+    def deliver(self, item: WatchItem) -> None: ...
 
 
 @dataclass(slots=True)
@@ -47,7 +53,7 @@ class EmbeddedWatch:
 
     store: EmbeddedStore
     prefix: str
-    inbox: Inbox
+    inbox: Receiver
 
     def close(self) -> None:
         self.store.forget(self)
@@ -91,14 +97,25 @@ class EmbeddedStore:
             self._leases.add(lease)
             return lease
 
-    def watch(self, prefix: str, inbox: Inbox) -> EmbeddedWatch:
+    def watch(self, prefix: str, inbox: Receiver) -> EmbeddedWatch:
         with self._lock:
             self.expire_leases()
             watch = EmbeddedWatch(self, prefix, inbox)
-            entries = (self._event(key, entry) for key, entry in self._entries.items() if key.startswith(prefix))
-            inbox.deliver(Snapshot(revision=self._revision, entries=tuple(entries)))
+            inbox.deliver(self.snapshot(prefix))
             self._watches.append(watch)
             return watch
+
+    def get(self, key: str) -> KeyEvent | None:
+        """One key as it is, None when it does not exist."""
+        with self._lock:
+            entry = self._entries.get(key)
+            return None if entry is None else self._event(key, entry)
+
+    def snapshot(self, prefix: str) -> Snapshot:
+        """All keys under `prefix`, as they are."""
+        with self._lock:
+            entries = (self._event(key, entry) for key, entry in self._entries.items() if key.startswith(prefix))
+            return Snapshot(revision=self._revision, entries=tuple(entries))
 
     def expire_leases(self) -> None:
         """Drop the leases whose time is over, with their keys."""
@@ -112,6 +129,35 @@ class EmbeddedStore:
         with self._lock:
             times = [lease.deadline_s for lease in self._leases if math.isfinite(lease.deadline_s)]
             return min(times, default=None)
+
+    def postpone_expiry(self, seconds: float) -> None:
+        """Give every lease so much longer, for a time in which nobody could renew one."""
+        with self._lock:
+            for lease in self._leases:
+                lease.deadline_s += seconds
+
+    def load(self, revision: int, entries: Iterable[tuple[KeyEvent, EmbeddedLease | None]]) -> None:
+        """Put keys in with the numbers that they had in another store, whose newest revision is `revision`.
+
+        What was here before and is not replaced is numbered anew, behind it. Every watch gets a new Snapshot.
+        """
+        with self._lock:
+            self._revision = max(self._revision, revision)
+            loaded = {event.key: (event, lease) for event, lease in entries}
+            for key, entry in self._entries.items():
+                if key not in loaded:
+                    self._revision += 1
+                    entry.revision = entry.created_revision = self._revision
+            for key, (event, lease) in loaded.items():
+                known = self._entries.get(key)
+                if known is not None and known.lease is not None:
+                    known.lease.keys.discard(key)
+                if lease is not None:
+                    lease.keys.add(key)
+                self._entries[key] = _Entry(event.value or {}, event.revision, event.created_revision, lease)
+            self._revision += 1  # the Snapshot is newer than whatever anybody has seen
+            for watch in self._watches:
+                watch.inbox.deliver(self.snapshot(watch.prefix))
 
     def renew(self, lease: EmbeddedLease) -> None:
         with self._lock:
