@@ -87,7 +87,8 @@ class World:
     local_addr: str | None = None
     """Address of this node for its peers and workers; None: found by the agent."""
     rdzv_backend: str = "embedded"
-    """Where nodes meet: "embedded", the memory of the one agent, or "etcd3"."""
+    """Where nodes meet: "embedded", the memory of the one agent; "etcd3"; or, with several nodes, "c10d": the memory of
+    one agent, served to the others."""
     rdzv_endpoint: str = ""
     """Address of the store, as given."""
     rdzv_conf: Mapping[str, str] = field(default_factory=dict)
@@ -104,7 +105,7 @@ class World:
     @property
     def is_shared(self) -> bool:
         """Whether other nodes may take part, so that store and addresses must be reachable for them."""
-        return self.rdzv_backend == "etcd3"
+        return self.rdzv_backend == "etcd3" or (self.rdzv_backend == "c10d" and self.max_nodes > 1)
 
     def __post_init__(self) -> None:
         _require(self.nproc_per_node >= 1, "--nproc-per-node", "1 or more workers", self.nproc_per_node)

@@ -57,7 +57,7 @@ EVENT_FIELDS: Mapping[str, EventSpec] = MappingProxyType(
     {
         "run_started": EventSpec(("config",), durable=True),
         "node_started": EventSpec(optional=("pid", "host")),
-        "round": EventSpec(("generation", "world_size", "seats", "reason")),
+        "round": EventSpec(("generation", "world_size", "seats", "reason"), optional=("store",)),
         "broken": EventSpec(("generation", "cause", "worker_id", "rank", "detail")),
         "recovered": EventSpec(("generation", "cause", "seconds_by_stage", "step")),
         "commit": EventSpec(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import heapq
 import json
-from collections.abc import Iterator
+import mmap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,6 +16,7 @@ from elastictrain.ledger import LEDGER_VERSION, Head, chain_root, ledger_folder,
 
 # Holds hundreds of events, and every commit names its generation.
 _TAIL_BYTES = 1 << 18
+_ROUND_MARK = b'"event":"round"'
 
 ProblemKind = Literal["altered", "removed", "inserted", "reordered", "truncated", "unreadable", "torn"]
 
@@ -133,6 +135,32 @@ def newest_generation(run_dir: Path) -> int:
                 if type(told) is int:
                     newest = max(newest, told)
     return newest
+
+
+def newest_round(run_dir: Path) -> Mapping[str, Any] | None:
+    """The `round` event of the highest generation, None where there is none.
+
+    Blocks for the reading of each file from its end to its last such event. A torn or altered line is skipped.
+    """
+    newest: Mapping[str, Any] | None = None
+    for path in ledger_folder(run_dir).glob("*.jsonl"):
+        # ValueError: an empty file cannot be mapped.
+        with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                found = _last_round(content)
+            if found is not None and (newest is None or found["generation"] > newest["generation"]):
+                newest = found
+    return newest
+
+
+def _last_round(content: mmap.mmap) -> Mapping[str, Any] | None:
+    place = len(content)
+    while (place := content.rfind(_ROUND_MARK, 0, place)) >= 0:
+        content.seek(content.rfind(b"\n", 0, place) + 1)
+        value, _ = _parse(content.readline())
+        if value is not None and value.get("event") == "round" and type(value.get("generation")) is int:
+            return value
+    return None
 
 
 def read_ledger(run_dir: Path) -> Entries:

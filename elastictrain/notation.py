@@ -18,6 +18,8 @@ from elastictrain.errors import ConfigError
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h)")
 _SECONDS_PER_UNIT = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
 _STEPS = re.compile(r"(\d+) ?steps?")
+# What nobody should have written there, and what no message should repeat.
+_HIDDEN = re.compile(r"\b(secret|password)\s*=[^,]*")
 _STREAMS = re.compile(r"[0-3]|\d+:[0-3](,\d+:[0-3])*")
 # The kernel delivers these two to no handler.
 _UNCATCHABLE = frozenset({"SIGKILL", "SIGSTOP"})
@@ -192,7 +194,9 @@ def read_pairs(given: Given) -> dict[str, str]:
     for part in given.text.split(",") if given.text.strip() else ():
         key, _, value = (word.strip() for word in part.partition("="))
         if not key or not value:
-            raise given.error(expected="KEY=VALUE,KEY=VALUE", fix=f"{part!r} is no such pair")
+            text = _HIDDEN.sub(r"\1=***", given.text)
+            hidden = Given(given.option, text, given.origin)
+            raise hidden.error(expected="KEY=VALUE,KEY=VALUE", fix=f"{_HIDDEN.sub('***', part)!r} is no such pair")
         pairs[key] = value
     return pairs
 

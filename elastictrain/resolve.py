@@ -29,6 +29,7 @@ from elastictrain.config import (
 from elastictrain.devices import count_workers
 from elastictrain.errors import ConfigError
 from elastictrain.log import LEVELS
+from elastictrain.meeting_options import TORCHRUN_CONF_KEYS, MeetingOptions, check_meeting_options, is_shared_backend
 from elastictrain.notation import (
     Given,
     closest,
@@ -46,10 +47,6 @@ from elastictrain.notation import (
 )
 
 RUNS_FOLDER = "runs"
-EMBEDDED_BACKENDS = ("embedded", "static", "c10d")
-ETCD_BACKEND = "etcd3"
-# Backends that torch registers: known words, so that the error is about them.
-OTHER_BACKENDS = ("etcd", "etcd-v2")
 START_METHODS = ("spawn", "fork", "forkserver")
 NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 
@@ -250,31 +247,10 @@ def _flag(settings: Mapping[str, Setting], name: str) -> bool:
 
 
 def _check_rendezvous(settings: Mapping[str, Setting]) -> None:
-    """Refuse what one node cannot do, and what contradicts --standalone."""
-    most = read_nodes(_given(settings, "nnodes"))[1]
-    backend, endpoint = _given(settings, "rdzv_backend"), _given(settings, "rdzv_endpoint")
-    read_choice(backend, (*EMBEDDED_BACKENDS, ETCD_BACKEND, *OTHER_BACKENDS))
-    if _flag(settings, "standalone"):
-        is_etcd = backend.text == ETCD_BACKEND
-        given = ((most > 1, _given(settings, "nnodes")), (bool(endpoint.text), endpoint), (is_etcd, backend))
-        for contradicts, option in given:
-            if contradicts:
-                raise option.error(expected="one node without an address, as --standalone says", fix="drop one of them")
-    if backend.text in OTHER_BACKENDS:
-        raise backend.error(
-            expected=f"{ETCD_BACKEND}, which speaks version 3 of etcd's interface", fix=f"give {ETCD_BACKEND}"
-        )
-    if backend.text == ETCD_BACKEND:
-        run_id = _given(settings, "rdzv_id")
-        if run_id.text in {"", "none"}:
-            raise run_id.error(expected="a name for the run, the same on every node", fix="give --rdzv-id NAME")
-        if not endpoint.text:
-            raise endpoint.error(expected="HOST:PORT of etcd", fix="give e.g. --rdzv-endpoint etcd-0.example:2379")
-    elif most > 1:
-        raise backend.error(
-            expected=f"{ETCD_BACKEND}, by which several nodes meet",
-            fix="give --rdzv-backend etcd3 --rdzv-endpoint HOST:PORT --rdzv-id NAME, or --nnodes 1",
-        )
+    names = ("nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf")
+    check_meeting_options(
+        MeetingOptions(*(_given(settings, name) for name in names)), is_standalone=_flag(settings, "standalone")
+    )
 
 
 def _build(
@@ -388,13 +364,19 @@ def _warnings(settings: Mapping[str, Setting]) -> tuple[str, ...]:
     if _text(settings, "numa_binding"):
         read_choice(_given(settings, "numa_binding"), NUMA_MODES)
     names: dict[str, list[str]] = {}
-    is_shared = _text(settings, "rdzv_backend") == ETCD_BACKEND
+    is_shared = is_shared_backend(_text(settings, "rdzv_backend"), _given(settings, "nnodes"))
     for name, reason in _WITHOUT_EFFECT.items():
         if is_shared and name in {"rdzv_endpoint", "local_addr"}:
             continue
         if settings[name].text not in {OPTIONS[name].default, None, ""}:
             names.setdefault(reason, []).append(_spelled(name))
-    unused = sorted(read_pairs(_given(settings, "rdzv_conf")).keys() - {"join_timeout"})
+    conf = read_pairs(_given(settings, "rdzv_conf")).keys()
+    replaced = sorted(conf & TORCHRUN_CONF_KEYS)
+    if replaced and is_shared:
+        names["nodes renew a lease (ttl=SECONDS) and the end of a run is told at once"] = [
+            f"--rdzv-conf {', '.join(replaced)}"
+        ]
+    unused = sorted(conf - {"join_timeout"})
     if unused and not is_shared:
         names["the embedded rendezvous knows join_timeout only"] = [f"--rdzv-conf {', '.join(unused)}"]
     return tuple(f"{', '.join(given)}: no effect here: {reason}" for reason, given in names.items())

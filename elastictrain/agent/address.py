@@ -36,6 +36,17 @@ def find_local_address(peers: Iterable[tuple[str, int]]) -> str:
     return LOOPBACK
 
 
+def find_own_address(host: str, port: int) -> str:
+    """The address of this node for others that reach `host`:`port`, which may be this machine.
+
+    Blocks for the look-up of the name. A machine's own name often means loopback on that machine alone: then it is the
+    address of the default route.
+    """
+    found = find_local_address([(host, port)])
+    is_meant = host == "localhost" or host.startswith("127.") or host == "::1"
+    return found if is_meant or not (found.startswith("127.") or found == "::1") else find_local_address(())
+
+
 def make_node_id() -> str:
     """A name that no other start of an agent has, on this machine or another: `<host name>-<8 hex digits>`."""
     import secrets

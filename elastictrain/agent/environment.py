@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from elastictrain.agent.address import interface_of
-from elastictrain.config import ETCD_PASSWORD_VARIABLE, WORKER_ID_VARIABLE, RunConfig
+from elastictrain.config import SECRET_VARIABLES, WORKER_ID_VARIABLE, RunConfig
 
 # NCCL's watchdog must not end the process on an error: the worker recovers in place. 2: clean up only.
 NCCL_ERROR_HANDLING: Final = "2"
@@ -50,7 +50,8 @@ def worker_environment(
         TORCHELASTIC_USE_AGENT_STORE=str(uses_agent_store),
     )
     env[WORKER_ID_VARIABLE] = worker_id
-    env.pop(ETCD_PASSWORD_VARIABLE, None)  # the agent's alone
+    for name in SECRET_VARIABLES:
+        env.pop(name, None)
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", NCCL_ERROR_HANDLING)
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch would tell every lost connection with a C++ stack
     # gloo would look the host name up, and may listen where nobody should or nobody can connect.

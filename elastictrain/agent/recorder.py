@@ -143,7 +143,12 @@ class Recorder:
     def round(self, round_: Round) -> None:
         seats = [[seat.rank, seat.worker_id, seat.node_id] for seat in round_.seats]
         self.ledger.append(
-            "round", generation=round_.generation, world_size=round_.world_size, seats=seats, reason=round_.reason
+            "round",
+            generation=round_.generation,
+            world_size=round_.world_size,
+            seats=seats,
+            reason=round_.reason,
+            store=[round_.store_host, round_.store_port],
         )
         self._world_size = round_.world_size
         self._num_local = sum(seat.node_id == self._node_id for seat in round_.seats)

@@ -31,7 +31,7 @@ _GROUPS: tuple[tuple[str, tuple[_Option, ...]], ...] = (
     (
         "workers",
         (
-            _Option("nnodes", "N|MIN:MAX", "number of nodes (default 1); more than 1 needs --rdzv-backend etcd3"),
+            _Option("nnodes", "N|MIN:MAX", "number of nodes (default 1); more than 1 needs --rdzv-backend"),
             _Option("nproc-per-node", "N|auto|cpu|gpu|xpu", "workers on this node (default 1)"),
             _Option(
                 "hang-timeout",
@@ -94,7 +94,7 @@ _GROUPS: tuple[tuple[str, tuple[_Option, ...]], ...] = (
             _Option(
                 "rdzv-backend",
                 "NAME",
-                "embedded (default; c10d and static mean it too) or etcd3",
+                "where nodes meet: c10d (one node serves the others), etcd3, or embedded (default: one node)",
                 resume=False,
             ),
             _Option(
@@ -106,7 +106,13 @@ _GROUPS: tuple[tuple[str, tuple[_Option, ...]], ...] = (
             _Option(
                 "rdzv-conf",
                 "KEY=VALUE,...",
-                "join_timeout=600 (seconds); of etcd3: see the how-to",
+                "join_timeout=600 (seconds); for several nodes: see the how-to",
+            ),
+            _Option(
+                "rdzv-endpoint",
+                "HOST:PORT",
+                "of c10d: the node that serves (port 29400); of etcd3: etcd, several with commas",
+                resume=False,
             ),
             _Option("local-addr", "ADDRESS", "address of this node for the others (default: found)"),
         ),
@@ -114,7 +120,6 @@ _GROUPS: tuple[tuple[str, tuple[_Option, ...]], ...] = (
     (
         "accepted for torchrun's sake, without effect here (a warning says why)",
         (
-            _Option("rdzv-endpoint", "HOST:PORT", "address of etcd; several members with commas", resume=False),
             _Option("node-rank", "N", "rank of this node", resume=False),
             _Option("master-addr", "ADDRESS", "address of the first node", resume=False),
             _Option("master-port", "PORT", "port on the first node", resume=False),
@@ -134,6 +139,7 @@ _EXAMPLES = {
   elastictrain run --nproc-per-node 2 train.py --epochs 10
   elastictrain run --nproc-per-node auto --run-dir runs/first --checkpoint-every 5m train.py
   elastictrain run -m my_package.train --lr 0.1
+  elastictrain run --nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint node-0:29400 --rdzv-id my-run train.py
 
 Everything after the script is the script's own. Options of torchrun are also read from PET_* variables
 (PET_NPROC_PER_NODE=2); an option on the command line goes first.""",

@@ -1,4 +1,4 @@
-"""Runs of several nodes on this machine, each an agent of its own, that meet at a real etcd."""
+"""Runs of several nodes on this machine, each an agent of its own, that meet at a real etcd or at one of them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from etcd_server import Cluster
+from store_server import free_port
 from waiting import wait_until
 
 TRAIN = Path(__file__).with_name("support_train.py")
 TTL_S = 2
+TIMES = f"ttl={TTL_S},last_call_timeout=1,join_timeout=40"
 
 
 class Site:
-    """A run of one or more nodes on this machine, in one run directory."""
+    """A run of one or more nodes on this machine, in one run directory. Without etcd one of them serves the store."""
 
     def __init__(
         self,
-        etcd: Cluster,
+        etcd: Cluster | None,
         folder: Path,
         *,
         epochs: int,
@@ -32,6 +34,10 @@ class Site:
         conf: Mapping[str, str] | None = None,
     ) -> None:
         self.etcd, self.folder, self.nnodes = etcd, folder, nnodes
+        if etcd is None:
+            self.backend, self.endpoint = "c10d", f"localhost:{free_port()}"
+        else:
+            self.backend, self.endpoint = "etcd3", ",".join(one.endpoint.address for one in etcd.members)
         self.conf = "".join(f",{name}={value}" for name, value in (conf or {}).items())
         self.run_dir, self.records = folder / "run", folder / "records"
         self.records.mkdir()
@@ -39,20 +45,22 @@ class Site:
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(
-        self, name: str, *options: str, nnodes: str | None = None, environ: dict[str, str] | None = None
+        self,
+        name: str,
+        *options: str,
+        nnodes: str | None = None,
+        environ: dict[str, str] | None = None,
+        conf: Mapping[str, str] | None = None,
+        wrapper: Sequence[str] = (),
     ) -> subprocess.Popen[bytes]:
         words = ["-m", "elastictrain", "run", "--nnodes", nnodes or self.nnodes, "--nproc-per-node", "1"]
-        words += [
-            "--rdzv-backend",
-            "etcd3",
-            "--rdzv-endpoint",
-            ",".join(one.endpoint.address for one in self.etcd.members),
-        ]
-        words += ["--rdzv-id", "job", "--rdzv-conf", f"ttl={TTL_S},last_call_timeout=1,join_timeout=40{self.conf}"]
+        words += ["--rdzv-backend", self.backend, "--rdzv-endpoint", self.endpoint]
+        more = "".join(f",{name}={value}" for name, value in (conf or {}).items())
+        words += ["--rdzv-id", "job", "--rdzv-conf", f"{TIMES}{self.conf}{more}"]
         words += ["--run-dir", str(self.run_dir), *options, *self.script]
         with (self.folder / f"{name}.log").open("wb") as log:
             self.nodes[name] = subprocess.Popen(
-                [sys.executable, *words], stdout=log, stderr=log, env={**os.environ, **(environ or {})}
+                [*wrapper, sys.executable, *words], stdout=log, stderr=log, env={**os.environ, **(environ or {})}
             )
         return self.nodes[name]
 
@@ -90,6 +98,12 @@ class Site:
             return self.nodes[name].wait(60)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"{name} did not end:\n{self.logs()}") from None
+
+    def kill(self, name: str) -> None:
+        """SIGKILL an agent, and with it its workers."""
+        node = self.nodes.pop(name)
+        node.kill()
+        node.wait()
 
     def prove(self, epochs: int) -> None:
         done = subprocess.run(

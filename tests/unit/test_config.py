@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from elastictrain.agent.environment import worker_environment
 from elastictrain.cli.options import build_parser
 from elastictrain.clock import ManualClock
 from elastictrain.config import CHANNEL_FD_VARIABLE, RunConfig
@@ -152,7 +153,11 @@ def test_gpu_is_refused_when_there_is_none() -> None:
         ("--rdzv-backend etcd3", "give --rdzv-id NAME"),
         ("--rdzv-backend etcd3 --rdzv-id run", "give e.g. --rdzv-endpoint"),
         ("--rdzv-backend etcd-v2", "give etcd3"),
-        ("--rdzv-backend c10d --nnodes 2", "by which several nodes meet"),
+        ("--rdzv-backend static --nnodes 2", "by which several nodes meet"),
+        ("--rdzv-backend c10d --nnodes 2", "give --rdzv-id NAME"),
+        ("--rdzv-backend c10d --nnodes 2 --rdzv-id run", "give e.g. --rdzv-endpoint node-0.example:29400"),
+        ("--rdzv-backend c10d --rdzv-conf ttl=3,secret=x", "secret_file=FILE"),
+        ("--rdzv-conf secret=x", "ELASTICTRAIN_RDZV_SECRET"),
         ("--rdzv-backend c10", "did you mean c10d?"),
         ("--max-restarts -1", "--max-restarts"),
         ("--max-restarts many", "--max-restarts"),
@@ -217,6 +222,41 @@ def test_one_warning_for_each_reason_when_options_have_no_effect() -> None:
     assert resolve("--start-method", "spawn").warnings == ()
     assert resolve("--start-method", "spawn").start_method == "spawn"
     assert len(resolve(environ={"PET_MONITOR_INTERVAL": "5"}).warnings) == 1
+
+
+def test_c10d_is_of_one_node_or_several_as_nnodes_says() -> None:
+    one = resolve("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    assert not one.world.is_shared
+    assert len(one.warnings) == 1
+    words = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node-0", "--rdzv-id", "r", "--nnodes", "1:3"]
+    several = resolve(*words, "--rdzv-conf", "ttl=4,is_host=true,close_timeout=9,keep_alive_interval=3")
+    assert several.world.is_shared
+    (line,) = several.warnings
+    assert line.startswith("--rdzv-conf close_timeout, keep_alive_interval: no effect here")
+
+
+def test_secret_is_not_repeated_when_it_stands_where_it_must_not() -> None:
+    for words in ("secret=hunter2", "ttl=3, secret = hunter2", "secret=hunter2,ttl", "password=hunter2,x"):
+        with pytest.raises(ConfigError) as caught:
+            resolve("--rdzv-conf", words)
+        assert "hunter2" not in f"{caught.value} {caught.value.seen}"
+
+
+def test_secrets_stay_with_the_agent_when_a_worker_gets_its_environment() -> None:
+    base = {"ELASTICTRAIN_ETCD_PASSWORD": "x", "ELASTICTRAIN_RDZV_SECRET": "y", "HOME": "/h"}
+    check_environ(base)
+    env = worker_environment(
+        resolve(),
+        base,
+        worker_id="w",
+        local_rank=0,
+        master_addr="127.0.0.1",
+        master_port=1,
+        restart_count=0,
+        uses_agent_store=True,
+    )
+    assert env["HOME"] == "/h"
+    assert not {"ELASTICTRAIN_ETCD_PASSWORD", "ELASTICTRAIN_RDZV_SECRET"} & env.keys()
 
 
 def test_config_is_frozen_when_built() -> None:

@@ -13,7 +13,7 @@ from ledger_runs import RUN_ID, RecordedRun, finished_run, make_run_dir
 from elastictrain.clock import ManualClock
 from elastictrain.errors import ConfigError
 from elastictrain.ledger import LedgerWriter, ledger_path
-from elastictrain.ledger_reader import check_chain, newest_generation, read_ledger, read_run_id
+from elastictrain.ledger_reader import check_chain, newest_generation, newest_round, read_ledger, read_run_id
 
 Lines = list[bytes]
 
@@ -137,6 +137,25 @@ def test_newest_generation_is_found_at_the_ends_of_all_files(tmp_path: Path) -> 
     with ledger_path(tmp_path, "a").open("ab") as file:
         file.write(b'{"v":1,"generation":5000')  # torn by a crash
     assert newest_generation(tmp_path) == 900
+
+
+def test_newest_round_is_found_before_whatever_came_after_it(tmp_path: Path) -> None:
+    make_run_dir(tmp_path)
+    assert newest_round(tmp_path) is None
+    clock = ManualClock()
+    for node, newest in (("a", 3), ("b", 5), ("c", 0)):
+        writer = LedgerWriter(ledger_path(tmp_path, node), RUN_ID, node, clock)
+        for generation in range(1, newest + 1):
+            store = ["10.0.0.1", 4000 + generation]
+            writer.append("round", generation=generation, world_size=1, seats=[], reason="join", store=store)
+        for step in range(3000):
+            writer.append("evaluated", step=step, result='not an "event":"round" of this run')
+        writer.close()
+    with ledger_path(tmp_path, "b").open("ab") as file:
+        file.write(b'{"v":1,"event":"round","generation":5000')  # torn by a crash
+    found = newest_round(tmp_path)
+    assert found is not None
+    assert (found["generation"], found["store"]) == (5, ["10.0.0.1", 4005])
 
 
 def test_run_id_is_found_at_the_top_or_one_level_down_when_run_json_holds_it(tmp_path: Path) -> None:
