@@ -51,6 +51,7 @@ def prove(site: Site, epochs: int = 14) -> None:
     site.prove(epochs)
 
 
+@pytest.mark.slow
 def test_survivors_wait_and_go_on_in_their_processes_when_the_serving_node_is_killed_and_comes_back(
     tmp_path: Path,
 ) -> None:
@@ -131,6 +132,7 @@ def test_training_goes_on_and_a_lost_worker_waits_when_the_serving_agent_is_stop
         prove(site)
 
 
+@pytest.mark.slow
 def test_the_others_train_on_when_the_serving_node_leaves(tmp_path: Path) -> None:
     with run_site(tmp_path, nnodes="1:3") as site:
         site.start("a")
@@ -149,6 +151,7 @@ def test_the_others_train_on_when_the_serving_node_leaves(tmp_path: Path) -> Non
         prove(site)
 
 
+@pytest.mark.slow
 def test_run_goes_on_at_once_when_all_nodes_were_killed(tmp_path: Path) -> None:
     """The last rank 0 is seen to be dead, so no survivor is waited for, who would get more than a minute."""
     with run_site(tmp_path, nnodes="2:2") as site:
