@@ -61,11 +61,12 @@ class Member:
     peer_port: int
     command: list[str]
     folder: Path
+    host: str = "127.0.0.1"
     process: subprocess.Popen[bytes] | None = None
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint("127.0.0.1", self.client_port)
+        return Endpoint(self.host, self.client_port)
 
     def start(self) -> None:
         with (self.folder / f"{self.name}.log").open("ab") as log:
@@ -209,7 +210,13 @@ class Cluster:
 
 @contextlib.contextmanager
 def run_cluster(
-    version: str = NEWEST, *, num_members: int = 1, options: Sequence[str] = (), credentials: Any = None, **rest: Any
+    version: str = NEWEST,
+    *,
+    num_members: int = 1,
+    host: str = "127.0.0.1",
+    options: Sequence[str] = (),
+    credentials: Any = None,
+    **rest: Any,
 ) -> Iterator[Cluster]:
     """Run members of a version until the end of the block. With `credentials` they speak TLS, set up by `options`."""
     scheme = "http" if credentials is None else "https"
@@ -218,12 +225,12 @@ def run_cluster(
     members = []
     names = {f"m{number}": f"http://127.0.0.1:{ports[2 * number + 1]}" for number in range(num_members)}
     for number, (name, peer_url) in enumerate(names.items()):
-        client_url = f"{scheme}://127.0.0.1:{ports[2 * number]}"
+        client_url = f"{scheme}://{host}:{ports[2 * number]}"
         command = [BINARIES[version], "--name", name, "--data-dir", name, *_FAST]
         command += ["--listen-client-urls", client_url, "--advertise-client-urls", client_url]
         command += ["--listen-peer-urls", peer_url, "--initial-advertise-peer-urls", peer_url]
         command += ["--initial-cluster", ",".join(f"{one}={url}" for one, url in names.items()), *options]
-        members.append(Member(name, ports[2 * number], ports[2 * number + 1], command, folder))
+        members.append(Member(name, ports[2 * number], ports[2 * number + 1], command, folder, host))
     cluster = Cluster(members, folder, credentials=credentials, **rest)
     try:
         cluster.start()

@@ -32,6 +32,7 @@ class Site:
         nnodes: str = "1:3",
         pause_s: float = 0.05,
         conf: Mapping[str, str] | None = None,
+        script: Sequence[str | Path] | None = None,
     ) -> None:
         self.etcd, self.folder, self.nnodes = etcd, folder, nnodes
         if etcd is None:
@@ -41,7 +42,8 @@ class Site:
         self.conf = "".join(f",{name}={value}" for name, value in (conf or {}).items())
         self.run_dir, self.records = folder / "run", folder / "records"
         self.records.mkdir()
-        self.script = [str(TRAIN), "--out", str(self.records), "--epochs", str(epochs), "--pause-s", str(pause_s)]
+        options = ["--out", str(self.records), "--epochs", str(epochs), "--pause-s", str(pause_s)]
+        self.script = [*map(str, script or [TRAIN]), *options]
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from elastictrain.clock import ManualClock, SystemClock
 from elastictrain.errors import ConfigError, StoreError
@@ -302,7 +303,9 @@ def test_driver_asks_after_the_host_when_all_nodes_of_a_round_are_silent(nodes: 
     assert other.state.host_gone == 0
     listener.close()
     late.handle(ev.NodeReady(candidates=offer("d", 0)))
-    late.poll()
-    assert select.select([late], [], [], 10)[0], "the machine says that nobody is there"
-    late.poll()
-    assert late.state.host_gone == 1
+
+    def is_proven() -> bool:
+        late.poll()
+        return late.state.host_gone == 1
+
+    wait_until(is_proven, 10.0, "the machine says that nobody is there")
