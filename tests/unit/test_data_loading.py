@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from torch.utils.data import Dataset
+from waiting import wait_until
 
 from elastictrain.data.fetch import make_fetcher
 from elastictrain.errors import DataError
@@ -91,7 +92,7 @@ def test_no_pipe_stays_open_when_the_error_is_kept() -> None:
         with pytest.raises(DataError) as caught:
             list(row)
         kept.append(caught.value)
-    assert open_things() == before
+    wait_until(lambda: open_things() == before, 10.0, lambda: (open_things(), before))
     assert len(kept) == 4
 
 
