@@ -217,7 +217,9 @@ class NodeAgent(SimpleElasticAgent):
     def _fence(self, fence: ev.Fence) -> None:
         self._suspicion = None
         worker = self.supervisor.workers.get(fence.worker_id)
-        for member in seated(self.workers, self.round):
+        # By the generation that they are in: the newest Round may be one without this node.
+        members = [one for one in self.supervisor.alive() if one.generation == fence.generation]
+        for member in (one for one in members if not one.has_finished):
             self.supervisor.send(member, "fence", generation=fence.generation, cause=fence.cause)
             self.recorder.worker_is(member, "recovering")
         self.recovery.fenced(fence.generation, fence.cause)

@@ -137,8 +137,10 @@ def _keep_membership(draft: Draft) -> None:
 def rejoin(draft: Draft, cause: str) -> None:
     """Fence the workers and come back as a new member: the seats of the old one are void."""
     state = draft.state
-    if state.is_seated:
-        fence(draft, Broken(generation=state.generation, cause="lease_lost", node_id=state.node_id, detail=cause))
+    if state.seat_generation:
+        # Not the newest: the others may have made a Round meanwhile, and the word of it may have come first.
+        held = state.seat_generation
+        fence(draft, Broken(generation=held, cause="lease_lost", node_id=state.node_id, detail=cause))
     draft.change(
         incarnation=state.incarnation + 1, was_present=False, seat_generation=0, entered=state.generation, position=None
     )

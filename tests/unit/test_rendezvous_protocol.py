@@ -111,6 +111,17 @@ def parked(*workers: str, settled: int, wants_in: bool = False) -> ev.LocalChang
 # ---------------------------------------------------------------- joining
 
 
+def test_node_fences_what_it_runs_when_it_hears_of_its_end_and_of_the_next_round_at_once() -> None:
+    """Cut off for a while: one snapshot tells that the store has dropped this node and that the others went on."""
+    next_round = ev.RoundSeen(round=made(2, "b0"), revision=40)
+    state, effects = step(running("a"), told(ev.MemberGone(node_id="a", revision=39), next_round))
+    fence, rejoined = effects[0], effects[1]
+    assert isinstance(fence, ev.Fence)
+    assert (fence.generation, fence.cause) == (1, "lease_lost")
+    assert isinstance(rejoined, ev.RejoinMember)
+    assert state.seat_generation == 0
+
+
 def test_node_says_what_must_agree_when_the_run_is_new() -> None:
     state = start(settings(), node_id="a", host="a.local", store_port=1)
     state, effects = step(state, ev.NodeReady(expected=2))
