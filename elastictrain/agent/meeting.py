@@ -78,7 +78,12 @@ def open_meeting(config: RunConfig, clock: Clock, environ: Mapping[str, str]) ->
         ttl_s=world.ttl_s if world.is_shared else float("inf"),
         outage_timeout_s=world.outage_timeout_s,
         past_generation=newest_generation(config.run_dir),
-        agreed={"elastictrain": installed_version("elastictrain"), "script": config.program.script},
+        agreed={
+            "elastictrain": installed_version("elastictrain"),
+            "script": config.program.script,
+            # Two runs that were given one id by mistake would else train as one.
+            "run_dir": str(config.run_dir),
+        },
     )
     if world.is_shared:
         is_served = world.rdzv_backend == SERVED_BACKEND

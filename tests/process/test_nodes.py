@@ -88,6 +88,21 @@ def test_node_is_refused_with_both_values_when_its_options_differ(site: Site) ->
     assert "Traceback" not in site.log("b")
 
 
+def test_second_run_is_refused_when_it_has_the_id_of_one_that_runs(site: Site, tmp_path: Path) -> None:
+    site.start("a")
+    site.wait_round(1)
+    other = tmp_path / "another"
+    site.start("b", "--run-dir", str(other))
+    assert site.ends("b") == 2
+    assert f"run_dir={other}" in site.log("b")
+    assert f"run_dir={site.run_dir}" in site.log("b")
+    assert "another run id" in site.log("b")
+    steps = site.newest_step()
+    site.wait_steps(3)
+    assert site.newest_step() > steps
+    assert len(site.ledger("round")) == 1, "the first run goes on undisturbed"
+
+
 def test_generations_go_on_when_all_nodes_and_etcd_have_lost_everything(site: Site) -> None:
     for name in ("a", "b"):
         site.start(name)
