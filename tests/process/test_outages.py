@@ -27,10 +27,14 @@ def trio() -> Iterator[Cluster]:
 
 def start_two(etcd: Cluster, folder: Path, epochs: int) -> Site:
     site = Site(etcd, folder, epochs=epochs, nnodes="2:3")
-    for name in ("a", "b"):
-        site.start(name)
-    site.wait_round(2)
-    site.wait_steps(3)
+    try:
+        for name in ("a", "b"):
+            site.start(name)
+        site.wait_round(2)
+        site.wait_steps(3)
+    except BaseException:
+        site.close()
+        raise
     return site
 
 
