@@ -6,6 +6,7 @@ Needs root, iproute2 and nftables. Every name carries the pid, so runs side by s
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -20,15 +21,19 @@ TABLE = "cuts"
 _numbers = itertools.count()
 
 
+@functools.cache
 def why_not() -> str:
-    """What is missing to make namespaces here, "" when nothing is."""
+    """Why there can be no such network here, "" when it can be: a small one is tried."""
     missing = [name for name in ("ip", "nft") if _find(name) is None]
     if missing:
         return f"no {' and no '.join(missing)} here: apt-get install iproute2 nftables"
-    name = f"et{os.getpid()}probe"
-    if subprocess.run([_tool("ip"), "netns", "add", name], capture_output=True, check=False).returncode:
-        return "namespaces need root"
-    subprocess.run([_tool("ip"), "netns", "delete", name], check=True)
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    try:
+        with run_network() as network:
+            network.cut(network.add("probe"))
+    except subprocess.CalledProcessError as error:
+        return f"no network namespaces here: {' '.join(error.cmd)}: {str(error.stderr).strip()}"
     return ""
 
 
