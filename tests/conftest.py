@@ -27,7 +27,7 @@ def resource_tracker() -> None:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(resource_tracker: None) -> Iterator[str]:
-    """Fail a test that leaves a process, a listening port, a file descriptor or shared memory; give the test's mark."""
+    """Fail a test that leaves a process, a port, a descriptor, shared memory or a namespace; give the test's mark."""
     test_id = f"{os.getpid()}-{next(_numbers)}"
     before = take_holdings()
     outer = os.environ.get(TEST_ID_VARIABLE)

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,6 +166,22 @@ class Cluster:
         found = self.ask("KV", "Range", key=prefix.encode(), range_end=range_end(prefix.encode()))
         return {kv.key.decode(): kv.value for kv in found.kvs}
 
+    def wait_gone(self, key: str, timeout_s: float) -> float:
+        """Wait until etcd has dropped a key, and give the monotonic time (s) at which it said so.
+
+        Raises grpc.RpcError when that takes longer.
+        """
+        rpc, found = load_rpc(), self.ask("KV", "Range", key=key.encode())
+        if not found.kvs:
+            return time.monotonic()
+        wanted = {"key": key.encode(), "start_revision": found.header.revision + 1}
+        with self._channel(self.members[0]) as channel:
+            requests = iter([rpc.WatchRequest(create_request=wanted)])
+            for answer in rpc.WatchStub(channel).Watch(requests, timeout=timeout_s):
+                if any(event.type == event.DELETE for event in answer.events):
+                    return time.monotonic()
+        raise AssertionError(f"etcd ended the watch of {key}")
+
     def num_leases(self) -> int:
         return len(self.ask("Lease", "LeaseLeases").leases)
 
@@ -197,15 +214,14 @@ class Cluster:
         self.user, self.password = user, password
 
     def _ask(self, member: Member, service: str, method: str, request: Any, *, timeout_s: float = CALL_S) -> Any:
-        rpc = load_rpc()
-        address = member.endpoint.address
-        options = (("grpc.use_local_subchannel_pool", 1),)
+        with self._channel(member) as channel:
+            return getattr(getattr(load_rpc(), f"{service}Stub")(channel), method)(request, timeout=timeout_s)
+
+    def _channel(self, member: Member) -> grpc.Channel:
+        address, options = member.endpoint.address, (("grpc.use_local_subchannel_pool", 1),)
         if self.credentials is None:
-            channel = grpc.insecure_channel(address, options=options)
-        else:
-            channel = grpc.secure_channel(address, self.credentials, options=options)
-        with channel:
-            return getattr(getattr(rpc, f"{service}Stub")(channel), method)(request, timeout=timeout_s)
+            return grpc.insecure_channel(address, options=options)
+        return grpc.secure_channel(address, self.credentials, options=options)
 
 
 @contextlib.contextmanager

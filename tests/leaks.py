@@ -1,4 +1,4 @@
-"""What a test leaves behind: processes, listening ports, file descriptors, shared memory. Reads /proc only."""
+"""What a test leaves behind: processes, ports, descriptors, shared memory, network namespaces. Only looks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 # What the C library makes before a semaphore gets its name: a process killed in these microseconds leaves it, 32 bytes,
 # and nothing tells whose it was.
 _UNNAMED_SEMAPHORE = re.compile(r"sem\.[A-Za-z0-9]{6}$")
+_NETWORK_NAMESPACES = Path("/run/netns")
 # Opened once by a library and kept for the life of the process.
 _KEPT_OPEN = re.compile(r"/dev/(urandom|random|null|nvidia.*)$|.*/\.hypothesis/")
 
@@ -25,6 +26,7 @@ class Holdings:
     children: frozenset[int]
     descriptors: dict[int, str]
     shared_memory: frozenset[str]
+    namespaces: frozenset[str]
 
 
 def take_holdings() -> Holdings:
@@ -32,6 +34,7 @@ def take_holdings() -> Holdings:
         children=frozenset(_children()),
         descriptors=_descriptors(),
         shared_memory=frozenset(os.listdir(_SHARED_MEMORY)) if _SHARED_MEMORY.is_dir() else frozenset(),
+        namespaces=frozenset(os.listdir(_NETWORK_NAMESPACES)) if _NETWORK_NAMESPACES.is_dir() else frozenset(),
     )
 
 
@@ -49,6 +52,11 @@ def find_leaks(before: Holdings, test_id: str) -> list[str]:
         f"shared memory /dev/shm/{name}"
         for name in sorted(now.shared_memory - before.shared_memory)
         if not _UNNAMED_SEMAPHORE.match(name) and not _is_used_elsewhere(name, ours)
+    ]
+    leaks += [
+        f"network namespace {name}"
+        for name in sorted(now.namespaces - before.namespaces)
+        if name.startswith(f"et{os.getpid()}n")  # other runs make theirs meanwhile
     ]
     return leaks
 
