@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from elastictrain.errors import StepAborted
 from elastictrain.topology import Round
+from elastictrain.worker.building import Build
 from elastictrain.worker.destruction import destroy_process_group
 from elastictrain.worker.flight import Flights, Pending
 
@@ -95,7 +96,7 @@ class Communicator:
         self._flights = Flights()
         self._patience: threading.Timer | None = None
         self._aborted_generation = 0
-        self._before_build: set[int] | None = None
+        self._build: Build | None = None
         self._lock = threading.Lock()
         self._mesh: list[socket.socket] = []
 
@@ -103,33 +104,36 @@ class Communicator:
         """Make the process group of `round_`; blocks until all its members are here.
 
         All of them stand still and are told at the same time, so GROUP_BUILD_TIMEOUT_S is enough for each wait on a
-        member; gloo tries to connect to one that vanished up to five times that long.
+        member; gloo tries to connect to one that vanished up to five times that long, if nobody calls `abort`.
         Raises StepAborted when a member did not come or the generation broke meanwhile.
         """
         self.generation, self.rank, self.world_size = round_.generation, rank, round_.world_size
         timeout = timedelta(seconds=GROUP_BUILD_TIMEOUT_S)
-        self._before_build = set(_open_sockets().values())
+        self._build = build = Build(set(_open_sockets().values()))
         try:
             self._raise_if_aborted()
-            store = dist.TCPStore(round_.store_host, round_.store_port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+            store = build.make(
+                lambda: dist.TCPStore(round_.store_host, round_.store_port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+            )
             before_group = set(_open_sockets().values())
             # torch numbers the groups of a process, puts the number into every key, and starts again only when the
             # default group is destroyed: after a group that could not be built this process would look elsewhere.
             dist.distributed_c10d._world.group_count = 0
-            dist.init_process_group(
-                self.backend,
-                store=dist.PrefixStore(f"generation/{round_.generation}", store),  # type: ignore[attr-defined]
-                rank=rank,
-                world_size=round_.world_size,
-                timeout=timeout,
-            )
+            with build.making_gloo():
+                dist.init_process_group(
+                    self.backend,
+                    store=dist.PrefixStore(f"generation/{round_.generation}", store),  # type: ignore[attr-defined]
+                    rank=rank,
+                    world_size=round_.world_size,
+                    timeout=timeout,
+                )
             self._keep_mesh(before_group)
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S))
         except (RuntimeError, OSError) as error:
             self.leave()
             raise StepAborted(f"group of generation {round_.generation} not built: {error}") from None
         finally:
-            self._before_build = None
+            self._build = None
         self.built = True
         self._raise_if_aborted()
 
@@ -149,7 +153,7 @@ class Communicator:
         self._aborted_generation = max(self._aborted_generation, generation)
         if self.generation > generation:
             return
-        before_build = self._before_build
+        build = self._build
         with self._lock:
             for sock in self._mesh:
                 with contextlib.suppress(OSError):
@@ -157,10 +161,11 @@ class Communicator:
                     # socket still is read before that, and if it lets a send begin and the write fails, gloo forgets
                     # that send and its waiter hangs.
                     sock.shutdown(socket.SHUT_RD)
-        if before_build is not None:  # the main thread is inside `build`: wake it from the store and the handshakes
-            for sock in _new_connections(before_build):
+        if build is not None:  # the main thread is inside `build`: wake it, and by the closed connections the others
+            for sock in _new_connections(build.before):
                 with contextlib.suppress(OSError), sock:
                     sock.shutdown(socket.SHUT_RDWR)
+            build.abandon()
         if self.backend == "nccl" and dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
         flights = self._flights
