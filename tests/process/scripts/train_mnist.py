@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import hashlib
 import importlib.util
 import json
 import os
@@ -114,6 +115,9 @@ for step in run.steps(dataset, batch_size=args.batch_size, epochs=args.epochs, n
 
 if run.is_main:
     torch.save(dict(model.module.state_dict()), args.out / "final.pt")
+digest = hashlib.sha256()
+for tensor in [*model.state_dict().values(), *(value for each in optimizer.state.values() for value in each.values())]:
+    digest.update(tensor.numpy().tobytes())
 (args.out / f"end-{os.getpid()}").write_text(
-    json.dumps({"rank": run.rank, "world_size": run.world_size, "step": run.step})
+    json.dumps({"rank": run.rank, "world_size": run.world_size, "step": run.step, "digest": digest.hexdigest()})
 )
