@@ -42,7 +42,8 @@ class Build:
                 outcome.set_exception(error.with_traceback(None))  # its frames would keep the store alive
 
         threading.Thread(target=run, name="group-build", daemon=True).start()
-        futures.wait((outcome, self._abandoned), return_when=futures.FIRST_COMPLETED)
+        ends: tuple[futures.Future[Any], ...] = (outcome, self._abandoned)
+        futures.wait(ends, return_when=futures.FIRST_COMPLETED)
         if self._abandoned.done():
             raise RuntimeError("given up: the generation is broken")
         return outcome.result()
