@@ -50,9 +50,14 @@ class Departure:
         return self._signal is not None
 
     @property
+    def decides_alone(self) -> bool:
+        """Whether the step to stop at is this node's own affair: no other node trains with it."""
+        return self._signal is not None and not self._by_plan
+
+    @property
     def publishes(self) -> bool:
         """Whether the other nodes are still told of the workers here: they wait for these to park."""
-        return self._signal is None or self._by_plan
+        return not self.decides_alone
 
     @contextlib.contextmanager
     def watching_signals(self, selector: selectors.BaseSelector) -> Iterator[None]:

@@ -84,7 +84,7 @@ class Dialogue:
         answers = [member.position for member in members]
         known = [answer[1] for answer in answers if answer is not None and answer[0] == generation]
         if known and len(known) == len(members):  # none is left where the answer crossed the end of the round
-            if agent.departure.is_leaving:
+            if agent.departure.decides_alone:
                 agent.departure.positions_known(generation, max(known))
             else:
                 agent.driver.handle(LocalPosition(generation=generation, step=max(known)))

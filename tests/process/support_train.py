@@ -100,6 +100,7 @@ model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 model, optimizer = run.prepare(model, optimizer)
 pause = threading.Event()
+pause_s = float(os.environ.get("TEST_PAUSE_S", args.pause_s))
 
 for step in run.steps(Samples(), batch_size=8, epochs=args.epochs, num_workers=args.num_workers):
     with step as (ids, features, targets):
@@ -116,7 +117,7 @@ for step in run.steps(Samples(), batch_size=8, epochs=args.epochs, num_workers=a
         optimizer.step()
         optimizer.zero_grad()
         run.log(loss=loss)
-    pause.wait(args.pause_s if run.step >= args.pause_from else 0)
+    pause.wait(pause_s if run.step >= args.pause_from else 0)
 
 if args.evaluate_s:
     run.evaluate(lambda: pause.wait(args.evaluate_s))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,21 @@ def test_node_leaves_without_a_failed_step_when_it_gets_sigterm(site: Site) -> N
     assert site.ends("a") == 0, site.logs()
     assert not [one for one in site.ledger("broken") if one["cause"] not in ("leave", "planned")], "nobody was aborted"
     site.prove(14)
+
+
+@pytest.mark.parametrize("slow", ["stays", "leaves"])
+def test_node_leaves_at_a_common_step_when_another_is_a_step_further(site: Site, slow: str) -> None:
+    """One node is between two steps nearly all the time, and the other waits for it inside the next one."""
+    for name in ("stays", "leaves"):
+        site.start(name, environ={"TEST_PAUSE_S": "0.5" if name == slow else "0"})
+    first = site.wait_round(2)
+    site.wait_steps(3)
+    began_s = time.monotonic()
+    site.nodes["leaves"].send_signal(signal.SIGTERM)
+    assert site.ends("leaves") == 75, site.logs()
+    assert time.monotonic() - began_s < 15, "long before the grace period of 30 s is over"
+    site.wait_round(1, after=first)
+    assert not site.ledger("broken"), "nobody was aborted"
 
 
 def test_late_node_says_so_and_ends_well_when_the_run_is_over(etcd: Cluster, tmp_path: Path) -> None:
