@@ -175,14 +175,14 @@ class Communicator:
             self._patience.start()
 
     def leave(self) -> None:
-        """Destroy the group and close what was kept of it. Idempotent."""
+        """Destroy the group and close what was kept of it; its memory goes with `release_groups`. Idempotent."""
         self.built = False
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
-                destroy_process_group(works=self._flights.take_works())
+                destroy_process_group(works=self._flights.take_works(), releases=False)
         self._flights = Flights()
         with self._lock:
             for sock in self._mesh:

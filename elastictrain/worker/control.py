@@ -144,12 +144,20 @@ class Control:
         with self._changed:
             return self._changed.wait_for(lambda: self.is_fenced, FENCE_CONFIRM_TIMEOUT_S)
 
-    def wait_round(self, worker_id: str, parked: dict[str, Any] | None, *, save: Callable[[], None]) -> Round:
+    def wait_round(
+        self,
+        worker_id: str,
+        parked: dict[str, Any] | None,
+        *,
+        save: Callable[[], None],
+        meanwhile: Callable[[], None],
+    ) -> Round:
         """Park (or, with None, wait as a newcomer) until a Round holds this worker and is not broken; blocks.
 
         `parked` is sent with the newest generation that this worker stands still in, again for every one that breaks
-        before it could enter. `save()` is called when the agent wants a checkpoint meanwhile. Waiting has no
-        deadline of its own: the agent ends a run that cannot go on.
+        before it could enter. `save()` is called when the agent wants a checkpoint meanwhile, and `meanwhile()` when
+        the agent has been told: it may take as long as the others need to agree. Waiting has no deadline of its own,
+        for the agent ends a run that cannot go on.
         """
         told = -1
         while True:
@@ -161,6 +169,7 @@ class Control:
                     self.channel.send("ready", generation=settled)
                 else:
                     self.channel.send("parked", generation=settled, **parked)
+                meanwhile()
             with self._changed:
                 self._changed.wait_for(
                     lambda told=told: self._fenced > told or self._save_wanted or self._is_usable(worker_id, told)  # type: ignore[misc]

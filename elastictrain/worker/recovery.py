@@ -30,6 +30,7 @@ import torch
 from elastictrain.checkpoint.tree import decode, encode
 from elastictrain.errors import InternalError, StepAborted
 from elastictrain.topology import Round
+from elastictrain.worker.destruction import release_groups
 
 if TYPE_CHECKING:
     from elastictrain.worker.run import Run
@@ -138,8 +139,10 @@ def park(run: Run, *, evaluating: bool) -> dict[str, Any]:
 
 
 def agree(run: Run, parked: dict[str, Any] | None) -> Round:
-    """Wait for the Round that this worker is part of."""
-    return run._control.wait_round(run._worker_id, parked, save=run._checkpointer.save_standing)
+    """Wait for the Round that this worker is part of. The memory of older groups is given back meanwhile."""
+    return run._control.wait_round(
+        run._worker_id, parked, save=run._checkpointer.save_standing, meanwhile=release_groups
+    )
 
 
 def rebuild(run: Run, round_: Round) -> None:
