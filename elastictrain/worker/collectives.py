@@ -33,6 +33,8 @@ COLLECTIVE_TIMEOUT_S: Final = 1800.0
 ABORT_TIMEOUT_S: Final = 0.25
 BUCKET_BYTES: Final = 64 << 20
 ALIGN_BYTES: Final = 16
+FIRST_BYTES: Final = 1 << 16
+LENGTH_BYTES: Final = 8
 
 REDUCTIONS: Final = {
     "sum": dist.ReduceOp.SUM,
@@ -292,14 +294,24 @@ class Communicator:
         self.all_reduce(torch.zeros(1, device=self.device))
 
     def broadcast_bytes(self, data: bytes | None, source: int) -> bytes:
-        """Send `data` of rank `source` to every rank; blocks. Raises StepAborted when the group broke."""
-        size = torch.tensor([len(data) if data is not None else 0], dtype=torch.int64, device=self.device)
+        """Send `data` of rank `source` to every rank; blocks. Raises StepAborted when the group broke.
+
+        The length travels with the first FIRST_BYTES, so that what is no longer takes one collective.
+        """
+        whole = b""
+        if data is not None and self.rank == source:
+            whole = len(data).to_bytes(LENGTH_BYTES, "little") + data
         with self._guard():
-            self._broadcast(size, source)
-            buffer = torch.empty(int(size), dtype=torch.uint8, device=self.device)
-            if data is not None and self.rank == source:
-                buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-            self._broadcast(buffer, source)
+            received = self._broadcast_part(whole[:FIRST_BYTES], FIRST_BYTES, source)
+            end = LENGTH_BYTES + int.from_bytes(received[:LENGTH_BYTES], "little")
+            if end > FIRST_BYTES:
+                received += self._broadcast_part(whole[FIRST_BYTES:], end - FIRST_BYTES, source)
+        return received[LENGTH_BYTES:end]
+
+    def _broadcast_part(self, part: bytes, size: int, source: int) -> bytes:
+        """`size` bytes of rank `source`; what its `part` lacks is filled up with zeros."""
+        buffer = torch.frombuffer(bytearray(part.ljust(size, b"\0")), dtype=torch.uint8).to(self.device)
+        self._broadcast(buffer, source)
         return bytes(buffer.cpu().numpy())
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> None:

@@ -1,9 +1,29 @@
-"""The groups that a worker has left do not pile up."""
+"""What a worker sends to the others arrives whole, and the groups that it has left do not pile up."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+from elastictrain.worker.collectives import FIRST_BYTES, LENGTH_BYTES
+
+BROADCAST = """
+import os, random, sys
+import torch, torch.distributed as dist
+from elastictrain.worker.collectives import Communicator
+
+rank, path, sizes = int(sys.argv[1]), sys.argv[2], [int(word) for word in sys.argv[3:]]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+comm = Communicator(torch.device("cpu"))
+comm.generation, comm.rank, comm.world_size = 1, rank, 2
+for number, size in enumerate(sizes):
+    data = random.Random(size).randbytes(size)
+    source = number % 2
+    assert comm.broadcast_bytes(data if rank == source else None, source) == data, size
+print("all there", flush=True)
+os._exit(0)
+"""
 
 LEAVE = """
 import os, socket, threading, types
@@ -57,6 +77,22 @@ assert max(threads[3:]) <= threads[2], threads
 print("given back", flush=True)
 os._exit(0)
 """
+
+
+def test_bytes_arrive_whole_when_they_fit_into_one_part_and_when_they_do_not(tmp_path: Path) -> None:
+    fits = FIRST_BYTES - LENGTH_BYTES
+    sizes = [str(size) for size in (0, 1, fits - 1, fits, fits + 1, 5 * FIRST_BYTES)]
+    words = [sys.executable, "-c", BROADCAST]
+    other = subprocess.Popen([*words, "1", str(tmp_path / "store"), *sizes])
+    try:
+        done = subprocess.run(
+            [*words, "0", str(tmp_path / "store"), *sizes], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.stdout == "all there\n", done.stderr
+        assert other.wait(10) == 0
+    finally:
+        other.kill()
+        other.wait()
 
 
 def test_left_groups_are_given_back_when_the_worker_waits_for_the_next_round() -> None:
