@@ -166,12 +166,9 @@ class Site:
         return (self._network.hosts.get(node) or self._network.add(node)).address
 
     def _wrapper(self, node: str) -> list[str]:
-        """What brings a command to a node's own network, where the host's name leads to it; the pid stays."""
-        if self._network is None or not node.startswith("node"):
-            return []
-        address = self._address(node)
-        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', address]
-        return [*self._network.hosts[node].prefix, *named]
+        """What brings a command to a node's own network; the pid stays."""
+        host = self._network.hosts.get(node) if self._network is not None else None
+        return host.prefix if host is not None else []
 
     def _script(self) -> list[str]:
         layout = self.layout

@@ -115,7 +115,7 @@ def _cell(results: Results, row: Row, side: str, ours: list[float]) -> str:
         words.append(f"{median(seconds):.3f} / {max(seconds):.3f} ({len(seconds)})")
         if side != OURS and ours and median(ours) > 0:
             ratio = median(seconds) / median(ours)
-            words.append(f"x{ratio:.0f}" if ratio >= 10 else f"x{ratio:.1f}")
+            words.append(f"x{ratio:.0f}" if ratio >= 10 else f"x{ratio:.2g}")
     if outcome.get("hung") and row.value in ("next", "join_whole"):
         words.append(f"hung {outcome['hung']} of {outcome['tries']}")
     return ", ".join(words) or "-"
