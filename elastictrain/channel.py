@@ -8,7 +8,8 @@ later, because whatever is urgent also rings the worker's doorbell, an eventfd t
 messages is that of the one socket.
 
     worker → agent                            agent → worker
-    hello        pid, version, doorbell       welcome   run facts, provisional rank
+    hello        pid, version, doorbell       welcome   run facts, provisional rank; a spare's place and streams
+                                              wait      be a spare: the welcome comes with a place
     ready        waits to enter               round     the Round to build
     position     steps begun (answers hold)   hold      say where you are, and pause at the next step
     parked       stands still, step           stop_at   run up to this step, then park
@@ -26,7 +27,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from elastictrain.errors import ElasticTrainError
@@ -56,7 +57,7 @@ WORKER_KINDS: Final = frozenset(
     }
 )
 QUIET_KINDS: Final = frozenset({"commit"})
-AGENT_KINDS: Final = frozenset({"welcome", "round", "hold", "stop_at", "fence", "save", "where"})
+AGENT_KINDS: Final = frozenset({"welcome", "wait", "round", "hold", "stop_at", "fence", "save", "where"})
 
 Message = dict[str, Any]
 
@@ -71,6 +72,7 @@ class Channel:
     """One end of a conversation. `send` may be called from several threads; receiving belongs to one.
 
     `doorbell` is the eventfd that the worker rings and the agent listens to, -1 before the hello has brought it.
+    `streams` are descriptors that came to the worker with its welcome; they belong to who takes them.
     """
 
     def __init__(self, sock: socket.socket, *, accepts: frozenset[str], waits: bool) -> None:
@@ -81,6 +83,7 @@ class Channel:
         self._send_lock = threading.Lock()
         self._unheard_bytes = 0
         self.doorbell = -1
+        self.streams: list[int] = []
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -110,6 +113,19 @@ class Channel:
             os.close(doorbell)
             return False
         self.doorbell = doorbell
+        return True
+
+    def send_welcome(self, streams: Sequence[int], **fields: Any) -> bool:
+        """Send the welcome, and with it descriptors for stdout and stderr where they change. False: nobody is there."""
+        line = _to_json({"kind": "welcome", **fields}).encode() + b"\n"
+        try:
+            with self._send_lock:
+                if streams:
+                    socket.send_fds(self._sock, [line], list(streams))
+                else:
+                    self._sock.sendall(line)
+        except (BrokenPipeError, ConnectionError, OSError):
+            return False
         return True
 
     def ring(self) -> None:
@@ -142,10 +158,13 @@ class Channel:
         return list(self._split())
 
     def _receive_bytes(self) -> bytes:
-        if self.doorbell >= 0:
+        is_worker = self._accepts is AGENT_KINDS
+        if self.doorbell >= 0 and not is_worker:
             return self._sock.recv(RECEIVE_BYTES, self._flags)
-        data, fds, *_ = socket.recv_fds(self._sock, RECEIVE_BYTES, 1, self._flags | socket.MSG_CMSG_CLOEXEC)
-        if fds:
+        data, fds, *_ = socket.recv_fds(self._sock, RECEIVE_BYTES, 2, self._flags | socket.MSG_CMSG_CLOEXEC)
+        if is_worker:
+            self.streams += fds
+        elif fds:
             self.doorbell = fds[0]
         return data
 

@@ -82,8 +82,8 @@ class World:
     """Most nodes that train."""
     min_world_size: int = 1
     """Below this many workers the run waits for replacements instead of training on."""
-    spares: int = 0
-    """Workers on this node that wait, imports done, to replace a lost one."""
+    spares: int | None = None
+    """Processes on this node that wait, imports done, to replace a lost worker; None: one when memory allows."""
     local_addr: str | None = None
     """Address of this node for its peers and workers; None: found by the agent."""
     rdzv_backend: str = "embedded"
@@ -110,7 +110,7 @@ class World:
     def __post_init__(self) -> None:
         _require(self.nproc_per_node >= 1, "--nproc-per-node", "1 or more workers", self.nproc_per_node)
         _require(1 <= self.min_nodes <= self.max_nodes, "--nnodes", "1 <= MIN <= MAX", (self.min_nodes, self.max_nodes))
-        _require(self.spares >= 0, "--spares", "0 or more", self.spares)
+        _require(self.spares is None or self.spares >= 0, "--spares", "0 or more", self.spares)
         most = self.nproc_per_node * self.max_nodes
         _require(
             1 <= self.min_world_size <= most,

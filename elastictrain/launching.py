@@ -98,7 +98,7 @@ def launch(
     texts = {name: value if isinstance(value, bool) else str(value) for name, value in options.items()}
     name = f"{fn.__module__}.{getattr(fn, '__qualname__', type(fn).__name__)}"
     namespace = argparse.Namespace(script=name, script_args=[], nproc_per_node=str(nproc_per_node), **texts)
-    config = replace(resolve_run(namespace, os.environ), argv=("launch", name))
+    config = _without_spares(replace(resolve_run(namespace, os.environ), argv=("launch", name)), fn, args)
     _say_warnings(config)
     check_meeting(config, os.environ)
     with claim_run_dir(config, resume=False):
@@ -123,6 +123,19 @@ def _check_reachable(fn: Callable[..., Any]) -> None:
             f"launch(fn) takes a function of a module, which workers can import, saw one that is none: {error}",
             field="fn",
         ) from None
+
+
+def _without_spares(config: RunConfig, fn: Callable[..., Any], args: Sequence[Any]) -> RunConfig:
+    """A spare has no local rank yet, so it cannot begin a function that gets it as an argument."""
+    from elastictrain.worker.bootstrap import takes_local_rank
+
+    world = config.world
+    if world.nproc_per_node == 1 or world.spares == 0 or not takes_local_rank(fn, args):
+        return config
+    warnings = config.warnings
+    if world.spares is not None:
+        warnings += ("spares: no effect here: the function gets its local rank as an argument, which a spare lacks",)
+    return replace(config, world=replace(world, spares=0), warnings=warnings)
 
 
 def _say_warnings(config: RunConfig) -> None:

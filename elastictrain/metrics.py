@@ -26,8 +26,9 @@ from prometheus_client.core import (
 from elastictrain.clock import Clock
 from elastictrain.errors import InternalError
 from elastictrain.ledger import RECOVERY_STAGES, STEP_STAGES
+from elastictrain.time_account import TimeAccount
 
-TIME_KINDS = ("productive", "recovering", "checkpointing", "waiting", "starting", "idle")
+REPLACEMENT_SOURCES = ("spare", "new")
 MAX_USER_NAMES = 64
 MAX_NAME_LENGTH = 80
 MAX_CAUSES = 32
@@ -71,6 +72,14 @@ _SPECS = (
         "elastictrain_recovery_seconds", "histogram", "Time of one stage of a recovery.", ("stage",), _RECOVERY_BUCKETS
     ),
     MetricSpec("elastictrain_lost_steps_total", "counter", "Committed steps that had to be done again."),
+    MetricSpec("elastictrain_spares", "gauge", "Spares of this node that wait for the place of a lost worker."),
+    MetricSpec(
+        "elastictrain_replacement_seconds",
+        "histogram",
+        "Time from the loss of a worker until another one trained in its place.",
+        ("source",),
+        _RECOVERY_BUCKETS,
+    ),
     MetricSpec("elastictrain_worker_restarts_total", "counter", "Workers started in place of one that ended."),
     MetricSpec(
         "elastictrain_checkpoint_stall_seconds",
@@ -149,48 +158,6 @@ class _RankNumbers:
         )
 
 
-class TimeAccount:
-    """Every worker is in exactly one kind of time from its start to its end, so the kinds sum to wall time x workers.
-
-    Times are monotonic seconds. A switch that is told for a moment already accounted for (a scrape came between) counts
-    from the accounted moment on: no total ever goes back. Thread-safe.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._totals = dict.fromkeys(TIME_KINDS, 0.0)
-        self._current: dict[str, tuple[str, float]] = {}  # worker_id: (kind, accounted up to)
-
-    def switch(self, worker_id: str, kind: str, *, at_s: float) -> None:
-        """From `at_s` on the worker's time goes into `kind`; its first call starts its account."""
-        if kind not in self._totals:
-            raise InternalError(f"time kind {kind!r} is not one of {TIME_KINDS}")
-        with self._lock:
-            self._current[worker_id] = (kind, self._settle(worker_id, at_s))
-
-    def stop(self, worker_id: str, *, at_s: float) -> None:
-        """The worker ended; unknown ones are ignored, since a worker may end before it ever started its account."""
-        with self._lock:
-            self._settle(worker_id, at_s)
-            self._current.pop(worker_id, None)
-
-    def totals(self, *, now_s: float) -> dict[str, float]:
-        """Seconds by kind up to `now_s`, of all workers that ever were."""
-        with self._lock:
-            for worker_id, (kind, _) in list(self._current.items()):
-                self._current[worker_id] = (kind, self._settle(worker_id, now_s))
-            return dict(self._totals)
-
-    def _settle(self, worker_id: str, at_s: float) -> float:
-        """Account for the worker up to `at_s`, or leave it where it is already further."""
-        if worker_id not in self._current:
-            return at_s
-        kind, since_s = self._current[worker_id]
-        until_s = max(since_s, at_s)
-        self._totals[kind] += until_s - since_s
-        return until_s
-
-
 class RunMetrics:
     """The numbers of one node's workers. Thread-safe; the methods cost microseconds and never wait for a scrape.
 
@@ -204,10 +171,13 @@ class RunMetrics:
         self._lock = threading.Lock()
         self._ranks: dict[int, _RankNumbers] = {}
         self._counters = dict.fromkeys((name for name, spec in METRICS.items() if _is_plain(spec, "counter")), 0)
-        self._gauges: dict[str, float] = {}
+        self._gauges: dict[str, float] = {"elastictrain_spares": 0}
         self._step: int | None = None
         self._recoveries: dict[str, int] = {}
         self._recovery_seconds = {stage: _Histogram.of("elastictrain_recovery_seconds") for stage in RECOVERY_STAGES}
+        self._replacement_seconds = {
+            source: _Histogram.of("elastictrain_replacement_seconds") for source in REPLACEMENT_SOURCES
+        }
         self._checkpoint_seconds = _Histogram.of("elastictrain_checkpoint_seconds")
         self._checkpoint_stall_seconds = _Histogram.of("elastictrain_checkpoint_stall_seconds")
         self._user_names: dict[str, str] = {}  # as logged: as exposed
@@ -264,6 +234,15 @@ class RunMetrics:
             for stage, seconds in seconds_by_stage.items():
                 self._recovery_seconds[stage].observe(seconds)
 
+    def replaced(self, source: str, seconds: float) -> None:
+        """A worker trains in the place of one that was lost `seconds` ago; `source` is one of REPLACEMENT_SOURCES."""
+        with self._lock:
+            self._replacement_seconds[source].observe(seconds)
+
+    def set_spares(self, count: int) -> None:
+        with self._lock:
+            self._gauges["elastictrain_spares"] = count
+
     def rewound(self, *, to_step: int) -> None:
         """The run goes on from an older step: the steps after it are lost and will be committed again."""
         with self._lock:
@@ -315,6 +294,9 @@ class RunMetrics:
             plain = {**self._counters, **self._gauges}
             recoveries = dict(self._recoveries)
             histograms: dict[str, dict[tuple[str, ...], _Histogram]] = {
+                "elastictrain_replacement_seconds": {
+                    (source,): histogram.copy() for source, histogram in self._replacement_seconds.items()
+                },
                 "elastictrain_checkpoint_seconds": {(): self._checkpoint_seconds.copy()},
                 "elastictrain_checkpoint_stall_seconds": {(): self._checkpoint_stall_seconds.copy()},
                 "elastictrain_recovery_seconds": {

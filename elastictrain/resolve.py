@@ -94,7 +94,7 @@ OPTIONS: Mapping[str, Option] = {
     "shutdown_timeout": Option(),
     "virtual_local_rank": Option(False),
     "run_dir": Option(variable=False, resumable=False),
-    "spares": Option("0", variable=False),
+    "spares": Option("auto", variable=False),
     "checkpoint_every": Option("auto", variable=False),
     "keep": Option("3", variable=False),
     "min_world_size": Option("1", variable=False),
@@ -112,7 +112,6 @@ _WITHOUT_EFFECT = {
     "monitor_interval": "the agent is told of every event at once and polls nothing",
     "event_log_handler": "events are written to the ledger of the run directory",
     "logs_specs": "the workers' output goes to the logs of the run directory",
-    "spares": "replacements are forked from a process that has torch imported already",
     "local_addr": _MEETING,
     "duplicate_stdout_filters": "this version writes no filtered copies of the output",
     "duplicate_stderr_filters": "this version writes no filtered copies of the output",
@@ -283,7 +282,9 @@ def _build(
         output=_output(settings, environ, cwd),
         max_restarts=_optional_count(settings, "max_restarts", example=3),
         grace_period_s=read_seconds(_given(settings, "grace_period_s"), example="30"),
-        hang_timeout_s=_hang_timeout_s(_given(settings, "hang_timeout")),
+        hang_timeout_s=None
+        if _text(settings, "hang_timeout") == "auto"
+        else read_seconds(_given(settings, "hang_timeout"), example="60"),
         shutdown_timeout_s=_shutdown_timeout_s(_given(settings, "shutdown_timeout"), environ),
         signals_to_handle=read_signals(_given(settings, "signals_to_handle")),
         role=_text(settings, "role"),
@@ -302,7 +303,7 @@ def _world(settings: Mapping[str, Setting], num_workers: int) -> World:
         min_nodes=min_nodes,
         max_nodes=max_nodes,
         min_world_size=read_count(_given(settings, "min_world_size"), minimum=1, example=1),
-        spares=read_count(_given(settings, "spares"), minimum=0, example=1),
+        spares=_optional_count(settings, "spares", none="auto", example=1),
         local_addr=_text(settings, "local_addr") or None,
         rdzv_backend=_text(settings, "rdzv_backend"),
         rdzv_endpoint=_text(settings, "rdzv_endpoint"),
@@ -328,10 +329,10 @@ def _output(settings: Mapping[str, Setting], environ: Mapping[str, str], cwd: Pa
 
 
 def _optional_count(
-    settings: Mapping[str, Setting], name: str, *, example: int, maximum: int | None = None
+    settings: Mapping[str, Setting], name: str, *, example: int, maximum: int | None = None, none: Text = None
 ) -> int | None:
-    """Read a whole number from 0 up, or None where the option was not given."""
-    if settings[name].text is None:
+    """Read a whole number from 0 up, or None where the option is `none`: by default, where it was not given."""
+    if settings[name].text == none:
         return None
     return read_count(_given(settings, name), minimum=0, maximum=maximum, example=example)
 
@@ -339,11 +340,6 @@ def _optional_count(
 def _conf_seconds(given: Given, name: str) -> float:
     text = read_pairs(given).get(name, _TIMES[name])
     return read_seconds(Given(f"--rdzv-conf {name}", text, given.origin), example=_TIMES[name])
-
-
-def _hang_timeout_s(given: Given) -> float | None:
-    """Read a time, or None for a learned one."""
-    return None if given.text == "auto" else read_seconds(given, example="60")
 
 
 def _shutdown_timeout_s(given: Given, environ: Mapping[str, str]) -> float:
@@ -370,6 +366,8 @@ def _warnings(settings: Mapping[str, Setting]) -> tuple[str, ...]:
             continue
         if settings[name].text not in {OPTIONS[name].default, None, ""}:
             names.setdefault(reason, []).append(_spelled(name))
+    if _flag(settings, "virtual_local_rank") and _text(settings, "spares") not in {"auto", "0"}:
+        names["with --virtual-local-rank a process must know its GPU before it starts"] = ["--spares"]
     conf = read_pairs(_given(settings, "rdzv_conf")).keys()
     replaced = sorted(conf & TORCHRUN_CONF_KEYS)
     if replaced and is_shared:

@@ -99,13 +99,15 @@ class Departure:
             agent.ending.end(128 + number, f"ended by a second {number.name}")
             return
         self._signal = number
+        agent.spares.stop()
         members = seated(agent.workers, agent.round)
         if not members:
             limit_s = agent.config.shutdown_timeout_s
             self._deadline = Deadline.after("--shutdown-timeout", limit_s, agent.clock)
             logger.info("%s: passed on to the workers, which have %.0f s to end", number.name, limit_s)
-            for worker in agent.supervisor.alive():
-                agent.kill(worker, number)
+            for worker in agent.workers:
+                if worker.is_alive:
+                    agent.kill(worker, number)
             return
         assert agent.round is not None
         self._by_plan = len(agent.round.node_ids) > 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from elastictrain.agent.membership import seated
@@ -35,6 +35,12 @@ class Dialogue:
             agent.kill(worker)
             return
         worker.is_elastic = True
+        agent.spares.worker_at_init(worker, message)
+        self.welcome(worker, environment={}, streams=())
+
+    def welcome(self, worker: WorkerProcess, *, environment: Mapping[str, str], streams: Sequence[int]) -> None:
+        """Tell a worker what it needs to know; `environment` and `streams` (stdout, stderr) change with its place."""
+        agent = self._agent
         round_ = agent.round
         has_others = any(other.holds_state for other in agent.supervisor.alive() if other is not worker)
         # A Round that this node has no part in is that of nodes which train; if they are dead, nobody holds the state,
@@ -46,9 +52,10 @@ class Dialogue:
             world_size = round_.world_size
             rank = world_size + worker.local_rank  # provisional: outside the world
         agent.recorder.worker_started(worker)
-        agent.supervisor.send(
-            worker,
-            "welcome",
+        worker.channel.send_welcome(
+            streams,
+            environment=dict(environment),
+            oom_score=agent.spares.oom_score,
             run_id=agent.config.run_id,
             newcomer=worker.is_newcomer,
             rank=rank,
@@ -100,6 +107,7 @@ class Dialogue:
         agent.hang.entered(worker)
         worker.holds_state = True
         worker.step = int(message["step"])
+        agent.places.taken(worker)
         agent.recorder.worker_is(worker, "productive")
         agent.recovery.resumed(worker, int(message["generation"]), message["seconds"], worker.step)
         worker.is_newcomer = False
@@ -107,6 +115,7 @@ class Dialogue:
 
     def _commit(self, worker: WorkerProcess, message: Mapping[str, Any]) -> None:
         worker.step = int(message["step"])
+        worker.has_committed = True
         self._agent.hang.committed(worker)
         self._agent.recorder.committed(message)
         for other in self._agent.workers:

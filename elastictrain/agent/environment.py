@@ -11,6 +11,7 @@ from elastictrain.config import SECRET_VARIABLES, WORKER_ID_VARIABLE, RunConfig
 
 # NCCL's watchdog must not end the process on an error: the worker recovers in place. 2: clean up only.
 NCCL_ERROR_HANDLING: Final = "2"
+PLACE_VARIABLES: Final = ("LOCAL_RANK", "RANK", "ROLE_RANK")
 
 
 def worker_environment(
@@ -64,6 +65,12 @@ def worker_environment(
         devices = env.get("CUDA_VISIBLE_DEVICES", "").split(",") if env.get("CUDA_VISIBLE_DEVICES") else []
         env["CUDA_VISIBLE_DEVICES"] = devices[local_rank] if local_rank < len(devices) else str(local_rank)
     return env
+
+
+def place_variables(env: Mapping[str, str], *, num_places: int) -> list[str]:
+    """Names in `env` whose values depend on the place that a worker has; of one place only the attempts vary."""
+    names = ["TORCHELASTIC_RESTART_COUNT", *(PLACE_VARIABLES if num_places > 1 else ())]
+    return [name for name in names if name in env]
 
 
 def current_environment() -> dict[str, str]:

@@ -8,7 +8,8 @@ group of every worker before it ends itself. When the fork server is gone, PR_SE
 a worker (loader processes, what a shell wrapper started) fall to the fork server, which is their subreaper, and are
 killed with the worker.
 
-    agent → fork server   spawn    worker_id, env, cwd; descriptors: channel, [stdout], [stderr]
+    agent → fork server   spawn    worker_id, env, cwd, background: how a spare's priority is lowered;
+                                   descriptors: channel, [stdout], [stderr]
     fork server → agent   spawned  worker_id, pid; descriptor: pidfd
                           stopped  worker_id, stopped: a signal has stopped it (true) or let it go on
                           exited   worker_id, status (as waitpid), found_s (monotonic)
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from elastictrain.config import CHANNEL_FD_VARIABLE, WORKER_ID_VARIABLE
+from elastictrain.priority import step_back
 from elastictrain.shared_memory import remove_files_of
 
 PR_SET_PDEATHSIG: Final = 1
@@ -167,6 +169,8 @@ class ForkServer:
             if os.getppid() != parent:
                 os._exit(1)  # the fork server died before prctl
             os.setsid()
+            if request.get("background"):
+                step_back(**request["background"])
             for number in signal.valid_signals():
                 if number not in (signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE):
                     with contextlib.suppress(OSError, ValueError):

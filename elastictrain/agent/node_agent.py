@@ -6,7 +6,6 @@ deadline. Nothing is polled: a death is handled as soon as the kernel tells of i
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 from collections.abc import Mapping
@@ -23,15 +22,14 @@ from torch.distributed.elastic.agent.server.api import (
 from elastictrain.agent.departure import Departure
 from elastictrain.agent.dialogue import Dialogue
 from elastictrain.agent.ending import EXIT_FAILED, EXIT_USAGE, Ending
-from elastictrain.agent.environment import current_environment, worker_environment
 from elastictrain.agent.hang import HangWatch
 from elastictrain.agent.meeting import Meeting
 from elastictrain.agent.membership import failure_of, local_view, seated
+from elastictrain.agent.places import Places
 from elastictrain.agent.policy import Action, Budget, Failure, decide
 from elastictrain.agent.recorder import Recorder
 from elastictrain.agent.recovery_record import RecoveryRecord
-from elastictrain.agent.store_host import StoreHost, find_master_port
-from elastictrain.agent.streams import Streams
+from elastictrain.agent.spares import Spares
 from elastictrain.agent.supervisor import Phase, Supervisor, WorkerProcess
 from elastictrain.clock import Clock, Deadline
 from elastictrain.config import RunConfig
@@ -69,9 +67,6 @@ class NodeAgent(SimpleElasticAgent):
         self.config, self.recorder, self.driver = config, recorder, meeting.driver
         self.clock, self.node_id, self.resume_at_step = clock, meeting.node_id, resume_at_step
         self.ending = Ending(self)
-        self._uses_agent_store = uses_agent_store
-        self._store_host = meeting.store_host
-        self._master_port = find_master_port(self._store_host, uses_agent_store=uses_agent_store)
         self._selector = selectors.DefaultSelector()
         self.supervisor = Supervisor(
             fork_server=fork_server,
@@ -85,15 +80,15 @@ class NodeAgent(SimpleElasticAgent):
             ),
             on_stop=lambda worker, is_stopped: self.hang.stood_still(worker, is_stopped=is_stopped),
         )
-        self._streams = Streams(config, self._selector)
-        self._dialogue = Dialogue(self)
+        self.places = Places(self, self._selector, meeting.store_host, uses_agent_store=uses_agent_store)
+        self.dialogue = Dialogue(self)
         self.recovery = RecoveryRecord(recorder, clock, self.node_id)
         self.departure = Departure(self)
         self.hang = HangWatch(self, config.hang_timeout_s)
+        self.spares = Spares(self)
         self._budget = Budget(max_restarts=config.max_restarts)
         self._view: ev.LocalChanged | None = None
         self._changes = ChangeLog(logger)
-        self._attempts: dict[int, int] = {}
         self._is_restarting = False
         self.saved_step = -1
         self._suspicion: tuple[Deadline, int, WorkerProcess, str] | None = None
@@ -102,7 +97,7 @@ class NodeAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         size = self.config.world.nproc_per_node
-        ids = {local_rank: self._spawn(local_rank).worker_id for local_rank in range(size)}
+        ids = {local_rank: self.places.start(local_rank).worker_id for local_rank in range(size)}
         for worker in worker_group.workers:
             worker.id, worker.global_rank, worker.world_size = ids[worker.local_rank], worker.local_rank, size
         worker_group.state = WorkerState.HEALTHY
@@ -120,9 +115,8 @@ class NodeAgent(SimpleElasticAgent):
         """Leave nothing behind: workers, descriptors, the store, the record."""
         self._stop_workers(self._worker_group)
         self.supervisor.close()
-        self._streams.close()
+        self.places.close()
         self.driver.close()
-        self._store_host.close()
         self._selector.close()
 
     def _invoke_run(self, role: str = "default") -> RunResult:
@@ -158,6 +152,7 @@ class NodeAgent(SimpleElasticAgent):
             if self.round is not None and self.round.generation == generation:
                 self.mark_broken(worker, "collective_failed", error)
         self.hang.advance()
+        self.spares.advance()
         self.departure.advance()
 
     def _timeout_s(self) -> float | None:
@@ -166,6 +161,7 @@ class NodeAgent(SimpleElasticAgent):
             self.departure.deadline_s(),
             self.supervisor.next_read_s(),
             self.hang.deadline_s(),
+            self.spares.deadline_s(),
         ]
         if self._suspicion is not None:
             ends.append(self._suspicion[0].at_s)
@@ -178,7 +174,8 @@ class NodeAgent(SimpleElasticAgent):
 
     @property
     def workers(self) -> list[WorkerProcess]:
-        return list(self.supervisor.workers.values())
+        """The processes that have a place here or had one: all but the spares."""
+        return [worker for worker in self.supervisor.workers.values() if not worker.is_spare]
 
     def publish(self) -> None:
         """Tell the rendezvous what has changed on this node."""
@@ -250,31 +247,6 @@ class NodeAgent(SimpleElasticAgent):
 
     # -- workers ---------------------------------------------------------------------------------------------------
 
-    def _spawn(self, local_rank: int) -> WorkerProcess:
-        attempt = self._attempts.get(local_rank, -1) + 1
-        self._attempts[local_rank] = attempt
-        worker_id = f"{self.node_id}-{local_rank}-{attempt}"
-        env = worker_environment(
-            self.config,
-            current_environment(),
-            worker_id=worker_id,
-            local_rank=local_rank,
-            master_addr=self._store_host.host,
-            master_port=self._master_port,
-            restart_count=attempt,
-            uses_agent_store=self._uses_agent_store,
-        )
-        streams = self._streams.open(local_rank, attempt)
-        try:
-            worker = self.supervisor.spawn(
-                worker_id, local_rank=local_rank, attempt=attempt, env=env, cwd=str(self.config.cwd), streams=streams
-            )
-        finally:
-            for fd in streams:
-                os.close(fd)
-        worker.is_newcomer = any(other.holds_state for other in self.supervisor.alive())
-        return worker
-
     def kill(self, worker: WorkerProcess, number: signal.Signals = signal.SIGKILL) -> None:
         worker.killed_by_agent = True
         self.supervisor.signal(worker, number)
@@ -284,7 +256,7 @@ class NodeAgent(SimpleElasticAgent):
         self.supervisor.signal(worker, signal.SIGKILL)
 
     def _on_message(self, worker: WorkerProcess, message: Mapping[str, Any]) -> None:
-        self._dialogue.take(worker, message)
+        (self.spares if worker.is_spare else self.dialogue).take(worker, message)
 
     def mark_broken(self, worker: WorkerProcess, cause: str, detail: str) -> None:
         """The current generation cannot go on, and this worker is why (or knows why)."""
@@ -306,9 +278,13 @@ class NodeAgent(SimpleElasticAgent):
 
     def _on_death(self, worker: WorkerProcess) -> None:
         """A worker is dead; its exit code follows. The fence must not wait for it."""
+        if worker.is_spare:
+            self.spares.changed()
+            return
         self.recovery.detected(worker)
         self.recorder.worker_gone(worker)
         if not worker.has_finished:
+            self.places.lost(worker)
             self.mark_broken(worker, "worker_exception" if worker.exception else "worker_lost", "")
             self.publish()
             for output in self._poll():  # at once: nothing else in this turn comes before the fence
@@ -316,6 +292,9 @@ class NodeAgent(SimpleElasticAgent):
 
     def _on_exit(self, worker: WorkerProcess) -> None:
         """A worker's exit code is known: is the run done, does somebody take its place, or is it the end?"""
+        if worker.is_spare:
+            self.spares.ended(worker)
+            return
         self.supervisor.read_quiet()  # the budget counts what the others have committed
         failure = failure_of(worker)
         cause = "stopped" if worker.killed_by_agent else failure.cause if failure else "finished"
@@ -354,8 +333,14 @@ class NodeAgent(SimpleElasticAgent):
         elif not any(other.is_elastic for other in self.workers):
             self._restart_all(decision.reason)
         else:
-            logger.info("starting a replacement for worker %s (%s)", worker.worker_id, decision.reason)
-            self._spawn(worker.local_rank).is_late = any(other.has_finished for other in self.workers)
+            is_late = any(other.has_finished for other in self.workers)
+            spare = self.spares.pick()
+            if spare is not None:
+                logger.info("spare %s replaces worker %s (%s)", spare.worker_id, worker.worker_id, decision.reason)
+                self.places.give(spare, worker.local_rank).is_late = is_late
+            else:
+                logger.info("starting a replacement for worker %s (%s)", worker.worker_id, decision.reason)
+                self.places.start(worker.local_rank).is_late = is_late
 
     def _restart_all(self, reason: str) -> None:
         """Restart-based recovery: every worker ends, then all start anew with a store of their own."""
@@ -370,11 +355,9 @@ class NodeAgent(SimpleElasticAgent):
         if any(worker.phase is not Phase.ENDED for worker in self.workers):
             return
         self._is_restarting = False
-        self._store_host.close()
-        self._store_host = StoreHost(self._store_host.host)
-        self._master_port = find_master_port(self._store_host, uses_agent_store=self._uses_agent_store)
+        self.places.renew_store()
         for local_rank in range(self.config.world.nproc_per_node):
-            self._spawn(local_rank)
+            self.places.start(local_rank)
 
     def _poll(self) -> list[ev.Output]:
         """What the rendezvous wants done. A store that fails for good ends the run on this node."""

@@ -87,6 +87,7 @@ class Recorder:
             local_rank=worker.local_rank,
             pid=worker.pid,
             attempt=worker.attempt,
+            **({"spare": True} if worker.was_spare else {}),
         )
         if worker.attempt:
             self.metrics.worker_restarted()
@@ -114,6 +115,22 @@ class Recorder:
             cause=cause,
         )
 
+    def replaced(self, worker: WorkerProcess, *, lost: str, seconds: float) -> None:
+        """A worker trains in the place of a lost one; `seconds`: how long the world was one short."""
+        source = "spare" if worker.was_spare else "new"
+        self.ledger.append(
+            "replaced",
+            worker_id=worker.worker_id,
+            local_rank=worker.local_rank,
+            lost=lost,
+            source=source,
+            seconds=round(seconds, 6),
+            step=worker.step,
+        )
+        self.metrics.replaced(source, seconds)
+        how = "a spare" if worker.was_spare else "started after the loss"
+        logger.info("worker %s (%s) trains in the place of %s, %.3f s after", worker.worker_id, how, lost, seconds)
+
     def failure(self, failure: Failure) -> None:
         self.ledger.append(
             "failure",
@@ -127,6 +144,29 @@ class Recorder:
         rank = "?" if failure.rank is None else failure.rank
         step = "" if failure.step is None else f" at step {failure.step}"
         logger.warning("worker %s (rank %s) failed%s: %s", failure.worker_id, rank, step, failure.describe())
+
+    # -- spares ----------------------------------------------------------------------------------------------------
+
+    def spare_ready(self, spare: WorkerProcess, *, memory_bytes: int, seconds: float, num_waiting: int) -> None:
+        """A spare waits in `init()`, with `memory_bytes` of its own, `seconds` after it was started."""
+        self.ledger.append(
+            "spare_ready",
+            worker_id=spare.worker_id,
+            pid=spare.pid,
+            memory_bytes=memory_bytes,
+            seconds=round(seconds, 6),
+        )
+        self.metrics.set_spares(num_waiting)
+        logger.info("spare %s waits (pid %d, %.0f MiB)", spare.worker_id, spare.pid, memory_bytes / (1 << 20))
+
+    def spare_lost(self, spare: WorkerProcess, *, reason: str) -> None:
+        self.ledger.append("spare_lost", worker_id=spare.worker_id, pid=spare.pid, reason=reason)
+        logger.warning("spare %s ended: %s", spare.worker_id, reason)
+
+    def spares_off(self, reason: str) -> None:
+        """This node starts no more spares."""
+        self.ledger.append("spares_off", reason=reason)
+        logger.info("no more spares: %s", reason)
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 

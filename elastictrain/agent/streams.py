@@ -58,10 +58,24 @@ class Streams:
         self._selector = selector
         self._pipes: dict[int, Pipe] = {}
         self._has_complained = False
+        self.spares_log: Path | None = None
+        """Where the spares' output is, None when there was no spare."""
 
     def open(self, local_rank: int, attempt: int) -> tuple[int, int]:
         """Descriptors for stdout and stderr of a worker; the caller closes them after the worker has them."""
         return self._open(STDOUT, local_rank, attempt), self._open(STDERR, local_rank, attempt)
+
+    def open_for_spares(self, node_id: str) -> tuple[int, int]:
+        """Descriptors for the streams of a spare: one file of this node, until a place brings those of the place."""
+        path = Path(self._folder) / f"spares-{node_id}.log"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self.spares_log = path
+        except OSError as error:
+            self._complain(f"cannot write {path}: {error.strerror}; that output is lost")
+            file = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        return file, os.dup(file)
 
     def _open(self, target: int, local_rank: int, attempt: int) -> int:
         redirects = bool(selected(self._output.redirects, local_rank) & target)
@@ -133,13 +147,17 @@ class Streams:
         self._pipes.pop(pipe.fd, None)
 
     def close(self) -> None:
-        """Carry what is still in the pipes, then close everything."""
+        """Carry what is still in the pipes, then close everything; leave no empty log of spares."""
         for pipe in list(self._pipes.values()):
             with contextlib.suppress(OSError):
                 while pipe.fd in self._pipes and (is_readable(pipe.fd)):
                     self._carry(pipe)
             if pipe.fd in self._pipes:
                 self._end(pipe)
+        if self.spares_log is not None:
+            with contextlib.suppress(OSError):
+                if not self.spares_log.stat().st_size:
+                    self.spares_log.unlink()
 
 
 def is_readable(fd: int) -> bool:

@@ -43,7 +43,7 @@ class WorkerProcess:
     """One worker process, from its start to its end.
 
     `is_late`: it was started when others had finished, to do what a lost worker still had to do. `left_early`: it said
-    that it had finished, and the others trained on.
+    that it had finished, and the others trained on. `is_spare`: it has no place yet.
     """
 
     worker_id: str
@@ -63,6 +63,9 @@ class WorkerProcess:
     holds_state: bool = False
     has_finished: bool = False
     is_late: bool = False
+    is_spare: bool = False
+    was_spare: bool = False
+    has_committed: bool = False
     left_early: bool = False
     position: tuple[int, int] | None = None
     exception: Mapping[str, Any] | None = None
@@ -111,13 +114,17 @@ class Supervisor:
         env: Mapping[str, str],
         cwd: str,
         streams: tuple[int, ...],
+        background: Mapping[str, bool] | None = None,
     ) -> WorkerProcess:
-        """Ask the fork server for a worker; its pid follows as an event. `streams`: descriptors for stdout, stderr."""
+        """Ask the fork server for a worker; its pid follows as an event. `streams`: descriptors for stdout, stderr.
+
+        `background` makes it a spare, and says how its priority is lowered.
+        """
         channel, worker_end = channel_pair()
-        worker = WorkerProcess(worker_id, local_rank, attempt, channel)
+        worker = WorkerProcess(worker_id, local_rank, attempt, channel, is_spare=background is not None)
         self.workers[worker_id] = worker
         try:
-            request = {"kind": "spawn", "worker_id": worker_id, "env": dict(env), "cwd": cwd}
+            request = {"kind": "spawn", "worker_id": worker_id, "env": dict(env), "cwd": cwd, "background": background}
             send_message(self.fork_server, request, [worker_end.fileno(), *streams])
         except ConnectionError:  # it is dead: the end of its socket is an event that tells
             worker.phase = Phase.ENDED

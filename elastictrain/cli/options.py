@@ -39,7 +39,11 @@ _GROUPS: tuple[tuple[str, tuple[_Option, ...]], ...] = (
                 "kill a worker that commits nothing for so long (0: never; default: learned)",
             ),
             _Option("min-world-size", "N", "wait for replacements below this many workers (default 1)"),
-            _Option("spares", "N", "workers that wait, imports done, to replace a lost one (default 0)"),
+            _Option(
+                "spares",
+                "auto|N",
+                "processes that wait in init() to replace a lost worker (default: 1 if memory allows)",
+            ),
             _Option("max-restarts", "N", "end after N failures (default: after 3 in a row without a committed step)"),
             _Option("role", "NAME", "the workers' role, part of their environment (default: default)"),
             _Option("virtual-local-rank", None, "every worker sees LOCAL_RANK 0 and only its own GPU"),

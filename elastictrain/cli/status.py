@@ -49,6 +49,16 @@ class FailureStatus:
 
 
 @dataclass(slots=True)
+class SpareStatus:
+    """A process that waits for the place of a lost worker; the memory is what it had of its own when it was ready."""
+
+    node: str
+    worker_id: str
+    pid: int
+    memory_bytes: int
+
+
+@dataclass(slots=True)
 class RunStatus:
     """What `status` prints; with --json these are the keys."""
 
@@ -71,6 +81,9 @@ class RunStatus:
     num_failures: int = 0
     failures: list[FailureStatus] = field(default_factory=list)
     last_error: str | None = None
+    spares: list[SpareStatus] = field(default_factory=list)
+    spares_off: str | None = None
+    replacements: list[dict[str, Any]] = field(default_factory=list)
     agents: list[AgentStatus] = field(default_factory=list)
     ledger_problems: list[str] = field(default_factory=list)
 
@@ -96,6 +109,8 @@ class _Fold:
         self.steps = array("q")
         self.step_seconds = array("d")
         self.spans: dict[str, list[_Span]] = {}  # by node
+        self.spares: dict[str, SpareStatus] = {}
+        self.replacements: deque[dict[str, Any]] = deque(maxlen=MAX_FAILURES)
 
     def take(self, entry: Entry) -> None:
         spans = self.spans.setdefault(entry.node, [])
@@ -111,6 +126,8 @@ class _Fold:
             case "node_started":
                 self.end = None
                 self.pids[entry.node] = fields
+                self.spares = {name: spare for name, spare in self.spares.items() if spare.node != entry.node}
+                status.spares_off = None
             case "run_started":
                 self.end = None
             case "round":
@@ -133,6 +150,16 @@ class _Fold:
                 status.checkpoint_error = None
             case "checkpoint_failed":
                 status.checkpoint_error = f"step {fields['step']}: {fields['error']}"
+            case "spare_ready":
+                spare = SpareStatus(entry.node, fields["worker_id"], fields["pid"], fields["memory_bytes"])
+                self.spares[spare.worker_id] = spare
+            case "spare_lost" | "worker_started":
+                self.spares.pop(fields["worker_id"], None)
+            case "spares_off":
+                status.spares_off = fields["reason"]
+            case "replaced":
+                shown = ("worker_id", "lost", "source", "seconds", "step")
+                self.replacements.append({name: fields[name] for name in shown})
             case "run_finished" | "run_stopped":
                 self.end = entry
             case _:
@@ -170,6 +197,7 @@ class _Fold:
     def finish(self) -> None:
         status = self.status
         status.failures = list(self.failures)
+        status.replacements = list(self.replacements)
         if len(self.recent) > 1:
             seconds = self.recent[-1][0].mono - self.recent[0][0].mono
             if seconds > 0:
@@ -212,6 +240,9 @@ def read_status(run_dir: Path) -> RunStatus:
     status.ledger_problems = [*map(str, scan.problems), *status.ledger_problems[:MAX_FAILURES]]
     status.agents = _read_agents(run_dir, fold.pids)
     status.state, status.detail = _state(fold, status.agents)
+    gone = {agent.node for agent in status.agents if agent.is_alive is False}
+    if fold.end is None:
+        status.spares = [spare for spare in fold.spares.values() if spare.node not in gone]
     return status
 
 
@@ -300,6 +331,11 @@ def _lines(status: RunStatus) -> Iterator[str]:
         yield row("epoch", f"{status.epoch} (loop {status.loop}), {status.epoch_samples}{of} samples committed")
     if status.world_size is not None:
         yield row("world size", f"{status.world_size}, generation {status.generation}")
+    for spare in status.spares:
+        size_mib = spare.memory_bytes / (1 << 20)
+        yield row("spare", f"{spare.worker_id}: pid {spare.pid}, waits in init(), {size_mib:.1f} MiB of its own")
+    if status.spares_off is not None and status.state == "running":
+        yield row("spares", f"no more: {status.spares_off}")
     if status.steps_per_second is not None:
         yield row("rate", f"{status.samples_per_second:.1f} samples/s, {status.steps_per_second:.2f} steps/s")
     if status.goodput_ratio is not None:
@@ -313,10 +349,18 @@ def _lines(status: RunStatus) -> Iterator[str]:
     yield row("failures", str(status.num_failures))
     for failure in status.failures:
         yield row("", _failure_text(failure))
+    for replacement in status.replacements:
+        yield row("", _replacement_text(replacement))
     if status.last_error is not None:
         yield row("last error", status.last_error)
     for problem in status.ledger_problems:
         yield row("ledger", problem)
+
+
+def _replacement_text(replacement: Mapping[str, Any]) -> str:
+    how = "a spare" if replacement["source"] == "spare" else "a new process"
+    who, lost = replacement["worker_id"], replacement["lost"]
+    return f"step {replacement['step']}: {how}, {who}, in the place of {lost} after {replacement['seconds']:.3f} s"
 
 
 def _failure_text(failure: FailureStatus) -> str:

@@ -81,14 +81,20 @@ def _call(entrypoint: Entrypoint) -> None:
 
 def _call_function(function: Callable[..., Any], args: Sequence[Any]) -> None:
     """Call `function(*args)`; one with one parameter more gets the local rank first, as spawn-style code has it."""
+    function(*((int(os.environ["LOCAL_RANK"]), *args) if takes_local_rank(function, args) else args))
+
+
+def takes_local_rank(function: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether `args` are too few for `function`, so that the local rank goes first."""
     import inspect
 
-    signature = inspect.signature(function)
     try:
-        signature.bind(*args)
+        inspect.signature(function).bind(*args)
     except TypeError:
-        args = (int(os.environ["LOCAL_RANK"]), *args)
-    function(*args)
+        return True
+    except ValueError:  # built in, and nobody knows what it takes
+        return False
+    return False
 
 
 def _exit_code(exit_: SystemExit) -> int:

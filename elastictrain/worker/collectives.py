@@ -89,8 +89,7 @@ class Communicator:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self.use_device(device)
         self.generation = 0
         self.rank = 0
         self.world_size = 1
@@ -101,6 +100,11 @@ class Communicator:
         self._build: Build | None = None
         self._lock = threading.Lock()
         self._mesh: list[socket.socket] = []
+
+    def use_device(self, device: torch.device) -> None:
+        """Take `device` for all groups to come; not while there is one."""
+        self.device = device
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
 
     def build(self, round_: Round, rank: int) -> None:
         """Make the process group of `round_`; blocks until all its members are here.

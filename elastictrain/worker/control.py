@@ -40,16 +40,23 @@ class Control:
         self._hold_generation = 0
         self._stop_at: tuple[int, int] | None = None  # generation, step
         self._save_wanted = False
+        self._is_spare = False
         self._welcome: Message | None = None
         self._unusable = ""
 
-    def start(self) -> Message:
-        """Say hello and wait for the agent's welcome, WELCOME_TIMEOUT_S at most. Returns the welcome."""
+    def start(self) -> bool:
+        """Say hello and wait for the agent's answer, WELCOME_TIMEOUT_S at most. True: this process is a spare."""
         threading.Thread(target=self._listen, name="elastictrain-control", daemon=True).start()
         self.channel.send_hello(pid=os.getpid(), version=CHANNEL_VERSION)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._welcome or self._unusable, WELCOME_TIMEOUT_S):
+            if not self._changed.wait_for(lambda: self._is_spare or self._welcome or self._unusable, WELCOME_TIMEOUT_S):
                 raise WorkerError(f"expected a welcome from the agent within {WELCOME_TIMEOUT_S:.0f} s, saw none")
+            return self._is_spare
+
+    def wait_welcome(self) -> Message:
+        """Give the agent's welcome. A spare blocks until it gets a place, or ends with the agent."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._welcome or self._unusable)
             if self._welcome is None:
                 raise WorkerError(self._unusable)
             return self._welcome
@@ -93,6 +100,8 @@ class Control:
                 self._stop_at = int(message["generation"]), int(message["step"])
             elif kind == "save":
                 self._save_wanted = True
+            elif kind == "wait":
+                self._is_spare = True
             elif kind == "welcome":
                 self._welcome = message
             self._changed.notify_all()

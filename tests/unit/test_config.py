@@ -36,7 +36,7 @@ def test_defaults_hold_when_nothing_is_given(tmp_path: Path, monkeypatch: pytest
     assert config.run_dir == tmp_path / "runs" / config.run_id
     assert config.program.args == ("-x",)
     assert config.program.interpreter == sys.executable
-    assert (config.world.nproc_per_node, config.world.min_world_size, config.world.spares) == (1, 1, 0)
+    assert (config.world.nproc_per_node, config.world.min_world_size, config.world.spares) == (1, 1, None)
     assert config.max_restarts is None
     assert config.checkpoints.every == CheckpointEvery("auto")
     assert (config.checkpoints.keep, config.grace_period_s, config.shutdown_timeout_s) == (3, 30.0, 30.0)
@@ -213,7 +213,9 @@ def test_unknown_variable_is_refused_when_it_looks_like_ours() -> None:
 
 
 def test_one_warning_for_each_reason_when_options_have_no_effect() -> None:
-    words = "--node-rank 0 --master-addr 10.0.0.1 --master-port 29501 --monitor-interval 1 --spares 1"
+    words = (
+        "--node-rank 0 --master-addr 10.0.0.1 --master-port 29501 --monitor-interval 1 --spares 1 --virtual-local-rank"
+    )
     lines = resolve(*words.split(), "--rdzv-conf", "read_timeout=3,join_timeout=4").warnings
     assert len(lines) == 4
     assert any(line.startswith("--node-rank, --master-addr, --master-port: no effect here") for line in lines)

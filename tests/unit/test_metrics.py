@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from elastictrain.clock import ManualClock, SystemClock
 from elastictrain.errors import InternalError
-from elastictrain.metrics import MAX_CAUSES, MAX_USER_NAMES, METRICS, TIME_KINDS, RunMetrics, TimeAccount
+from elastictrain.metrics import MAX_CAUSES, MAX_USER_NAMES, METRICS, RunMetrics
+from elastictrain.time_account import TIME_KINDS, TimeAccount
 
 DESIGNED_NAMES = {
     "elastictrain_steps_total",
@@ -68,6 +69,7 @@ class Node:
         self.metrics.checkpointed(step=1, seconds=0.5, stall_seconds=0.02)
         self.metrics.user_values(0, {"loss": 0.25})
         self.metrics.worker_restarted()
+        self.metrics.replaced("spare", 0.05)
         self.clock.advance(10.0)
         return self
 
