@@ -66,7 +66,8 @@ def test_run_survives_when_one_rank_ends_in_every_way_a_process_can(tmp_path: Pa
 
 def test_survivor_is_no_success_of_another_when_rank_0_leaves_early(tmp_path: Path) -> None:
     """sys.exit(0) of rank 0 in the middle: the others go on to the end, and its place is taken."""
-    job = finish(tmp_path, *run_words(tmp_path, "--epochs", "1", *SLOW_STEPS, "--fail", "exit0"))
+    words = run_words(tmp_path, "--epochs", "1", *SLOW_STEPS, "--fail", "exit0", options=["--spares", "0"])
+    job = finish(tmp_path, *words)
     assert job.process.returncode == 0, job.err()
     assert_whole(tmp_path, 1)
     sizes = [entry["world_size"] for entry in events(tmp_path / "run", "round")]

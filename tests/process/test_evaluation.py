@@ -35,7 +35,8 @@ def test_evaluation_gives_the_undisturbed_result_when_it_comes_first_and_between
 def test_newcomer_enters_at_the_next_step_when_it_comes_during_an_evaluation(tmp_path: Path) -> None:
     """The evaluation lasts until the replacement is there: it waits, and starts in the next epoch."""
     args = ("--epochs", "3", "--pause-s", "0.05")
-    disturbed = finished(tmp_path / "disturbed", *args, "--die", "before:2:0", "--await-newcomer", "0")
+    words = ("--die", "before:2:0", "--await-newcomer", "0")
+    disturbed = finished(tmp_path / "disturbed", *args, *words, options=("--spares", "0"))
     undisturbed = finished(tmp_path / "undisturbed", *args)
     assert_same(disturbed, undisturbed)
     (newcomer,) = [entry["pid"] for entry in disturbed.ledger("worker_started") if entry["attempt"] == 1]

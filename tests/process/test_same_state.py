@@ -83,6 +83,6 @@ def test_state_is_the_undisturbed_one_when_a_connection_breaks(
 
 def test_ranks_hold_one_state_when_the_world_shrinks_and_grows(tmp_path: Path) -> None:
     """Dropout and BatchNorm see other shares then, so the bits differ from the undisturbed run, but not among ranks."""
-    job = start_run(tmp_path, "train_everything.py", "--fault", "kill", "--rank", "1")
+    job = start_run(tmp_path, "train_everything.py", "--fault", "kill", "--rank", "1", options=["--spares", "0"])
     finished(job)
     assert [entry["world_size"] for entry in job.find("round")] == [3, 2, 3]
