@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from elastictrain.errors import ConfigError
 
-ROUND_VERSION = 1
+ROUND_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +26,7 @@ class Candidate:
     evaluating: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class Seat(NamedTuple):
     """One worker's place in a Round.
 
     `rank` is its position in the world of this generation. `stream` numbers its random stream: it stays with a
@@ -53,21 +52,40 @@ class Round:
     store_host: str
     store_port: int
     reason: str = ""
+    node_ids: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """Nodes in the order of their lowest rank; the index is the node_rank."""
+
+    worker_ids: frozenset[str] = field(init=False, repr=False, compare=False)
+    """Who sits; a worker sits once."""
+
+    def __post_init__(self) -> None:
+        # Made once: every node asks for them again and again.
+        object.__setattr__(self, "node_ids", tuple(dict.fromkeys([seat[1] for seat in self.seats])))
+        object.__setattr__(self, "worker_ids", frozenset([seat[0] for seat in self.seats]))
 
     @property
     def world_size(self) -> int:
         return len(self.seats)
 
-    @property
-    def node_ids(self) -> tuple[str, ...]:
-        """Nodes in the order of their lowest rank; the index is the node_rank."""
-        return tuple(dict.fromkeys(seat.node_id for seat in self.seats))
-
     def seat_of(self, worker_id: str) -> Seat | None:
         return next((seat for seat in self.seats if seat.worker_id == worker_id), None)
 
     def to_json(self) -> dict[str, Any]:
-        return {"version": ROUND_VERSION, **asdict(self), "seats": [asdict(seat) for seat in self.seats]}
+        """As short as may be, for every node reads it: one list of each thing about the seats, by rank; `at` counts in
+        `nodes`."""
+        index = {node_id: number for number, node_id in enumerate(self.node_ids)}
+        return {
+            "version": ROUND_VERSION,
+            "generation": self.generation,
+            "store_host": self.store_host,
+            "store_port": self.store_port,
+            "reason": self.reason,
+            "nodes": list(self.node_ids),
+            "workers": [seat.worker_id for seat in self.seats],
+            "at": [index[seat.node_id] for seat in self.seats],
+            "local_ranks": [seat.local_rank for seat in self.seats],
+            "streams": [seat.stream for seat in self.seats],
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Round:
@@ -77,15 +95,17 @@ class Round:
                 f"round format {value.get('version')!r} is not {ROUND_VERSION}: run the same elastictrain everywhere"
             )
         try:
-            seats = tuple(Seat(**seat) for seat in value["seats"])
+            workers, ranks = value["workers"], range(len(value["workers"]))
+            nodes = [value["nodes"][number] for number in value["at"]]
+            seats = zip(workers, nodes, value["local_ranks"], ranks, value["streams"], strict=True)
             return cls(
                 generation=int(value["generation"]),
-                seats=seats,
+                seats=tuple(map(Seat._make, seats)),
                 store_host=str(value["store_host"]),
                 store_port=int(value["store_port"]),
                 reason=str(value.get("reason", "")),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(f"malformed round: {error}: {json.dumps(value)[:200]}") from None
 
 

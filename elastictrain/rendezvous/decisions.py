@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
+from elastictrain.rendezvous.draft import Draft
 from elastictrain.rendezvous.events import (
     CreateBroken,
     CreateClosed,
@@ -12,7 +12,6 @@ from elastictrain.rendezvous.events import (
     CreatePlan,
     CreateRound,
     DeleteMember,
-    Effect,
     EnterRound,
     Fence,
     Left,
@@ -25,13 +24,22 @@ from elastictrain.rendezvous.events import (
     StopAt,
     Waiting,
 )
+from elastictrain.rendezvous.keepers import (
+    among_keepers,
+    find_newcomer,
+    keep,
+    say_stop,
+    see_all,
+    told_stop,
+    wait_for_keepers,
+)
 from elastictrain.rendezvous.records import PAST_GENERATION, Broken, Closed, Plan, PlanKind
 from elastictrain.rendezvous.state import (
     FINAL_PHASES,
     Blocker,
     Phase,
     State,
-    can_enter,
+    as_entered,
     chosen_candidates,
     find_blocker,
     has_place,
@@ -41,30 +49,9 @@ from elastictrain.rendezvous.state import (
     next_generation,
     own_member,
     seat_holders,
-    stop_step,
     turn_of,
 )
 from elastictrain.topology import Round, assign_seats
-
-
-@dataclass(slots=True)
-class Draft:
-    """A transition in the making; lives only inside one call of `advance`."""
-
-    state: State
-    now_s: float
-    effects: list[Effect] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    deadlines_s: list[float] = field(default_factory=list)
-
-    def change(self, **values: Any) -> None:
-        # A copy of the state is what a transition costs most, and most steps find nothing new.
-        if any(getattr(self.state, name) != value for name, value in values.items()):
-            self.state = replace(self.state, **values)
-
-    def emit(self, *effects: Effect, reason: str) -> None:
-        self.effects.extend(effects)
-        self.reasons.append(reason)
 
 
 def decide(draft: Draft) -> None:
@@ -74,7 +61,7 @@ def decide(draft: Draft) -> None:
             break
         step(draft)
     if draft.state.phase is Phase.JOINED:
-        for step in (_declare_loss, _make_plan, _follow_plan, _publish, _leave):
+        for step in (keep, _declare_loss, _make_plan, say_stop, _follow_plan, _publish, _leave):
             step(draft)
     if draft.state.phase in (Phase.JOINING, Phase.JOINED):
         _propose(draft)
@@ -117,6 +104,7 @@ def _join(draft: Draft) -> None:
         draft.change(phase=Phase.JOINED)
         return
     if state.phase is Phase.JOINING and not state.members:
+        see_all(draft)
         return  # of a run whose nodes are all dead: the store drops it with the last lease
     message = (
         f"this node was started with {differing}={own.get(differing)}, "
@@ -144,6 +132,7 @@ def rejoin(draft: Draft, cause: str) -> None:
     draft.change(
         incarnation=state.incarnation + 1, was_present=False, seat_generation=0, entered=state.generation, position=None
     )
+    draft.change(keeper_sent=None)
     member = own_member(draft.state)
     draft.emit(RejoinMember(member=member), reason=f"join anew: {cause}")
     draft.change(put=member)
@@ -183,7 +172,12 @@ def _enter(draft: Draft) -> None:
     if not has_seats or seen is None or seen.created_revision >= state.round_revision:
         draft.change(entered=state.generation, seat_generation=0)
         return
-    waiting = tuple(one for one in state.candidates if state.round.seat_of(one.worker_id) is None)
+    waiting = tuple(one for one in state.candidates if one.worker_id not in state.round.worker_ids)
+    is_newest_shown = (
+        state.put is not None
+        and seen.revision < state.round_revision
+        and as_entered(state, replace(seen, member=state.put)).member == seen.member
+    )
     draft.change(
         entered=state.generation,
         seat_generation=state.generation,
@@ -192,6 +186,9 @@ def _enter(draft: Draft) -> None:
         wants_in=state.wants_in and bool(waiting),
         position=None,
     )
+    if is_newest_shown and not waiting:
+        # Whoever sees the Round knows what has become of the candidates (`as_entered`): it need not be written.
+        draft.change(put=own_member(draft.state))
     draft.emit(EnterRound(round=state.round), reason=f"enter generation {state.generation}: {state.round.reason}")
 
 
@@ -220,7 +217,8 @@ def fence(draft: Draft, broken: Broken) -> None:
 def _declare_loss(draft: Draft) -> None:
     """Break the Round of which a node has vanished. Its seat holders judge; others only when none is left."""
     state = draft.state
-    lost = None if state.is_broken or state.broken_sent >= state.generation else lost_node(state)
+    is_told = state.is_broken or state.broken_sent >= state.generation
+    lost = None if is_told or not state.sees_all else lost_node(state)
     if lost is None:
         draft.change(lost_since_s=None)
         return
@@ -247,14 +245,15 @@ def _make_plan(draft: Draft) -> None:
     is_ending = state.is_broken or state.is_planned or state.plan_sent >= state.generation
     if state.round is None or is_ending or not state.is_present:
         return
-    kind: PlanKind
+    kind: PlanKind = "join"
+    node_id: str | None = state.node_id
     if state.leaving is not None:
         kind = "leave"  # still here, so it has seats that are not settled
-    elif (state.wants_in or not state.is_seated) and can_enter(state):
-        kind = "join"
     else:
+        node_id = find_newcomer(state)
+    if node_id is None:
         return
-    plan = Plan(generation=state.generation, kind=kind, node_id=state.node_id)
+    plan = Plan(generation=state.generation, kind=kind, node_id=node_id)
     draft.emit(CreatePlan(plan=plan), reason=f"end generation {state.generation} at a step: a node wants to {kind}")
     draft.change(plan_sent=state.generation)
 
@@ -267,8 +266,8 @@ def _follow_plan(draft: Draft) -> None:
     if state.asked < state.generation:
         draft.emit(ReportPosition(generation=state.generation), reason=f"generation {state.generation} is to end")
         draft.change(asked=state.generation)
-    step = stop_step(state)
-    if step is not None and state.stop_said < state.generation and lost_node(state) is None:
+    step = told_stop(state)
+    if step is not None and state.stop_said < state.generation:
         draft.emit(StopAt(generation=state.generation, step=step), reason=f"all stop behind step {step}")
         draft.change(stop_said=state.generation)
 
@@ -278,6 +277,9 @@ def _follow_plan(draft: Draft) -> None:
 
 def _propose(draft: Draft) -> None:
     state = draft.state
+    if not state.sees_all and state.phase is Phase.JOINED:
+        wait_for_keepers(draft)
+        return
     blocker = find_blocker(state, draft.now_s) if state.phase is Phase.JOINED else None
     has_minimum = state.phase is Phase.JOINED and (blocker is None or (blocker.is_said and not blocker.is_short))
     since_s = draft.now_s if state.minimum_since_s is None else state.minimum_since_s
@@ -315,8 +317,9 @@ def _next_round(state: State) -> Round:
 
 def _is_my_turn(draft: Draft, since_s: float, *, is_for_holders: bool) -> bool:
     """The first node acts at once, every other one when those before it have let their time pass."""
-    holders = seat_holders(draft.state) if is_for_holders else []
-    turn = turn_of(draft.state, holders or in_join_order(draft.state))
+    state = draft.state
+    holders = among_keepers(state, seat_holders(state)) if is_for_holders else []
+    turn = turn_of(state, holders or among_keepers(state, in_join_order(state)))
     if turn is None:
         return False
     due_s = since_s + turn * draft.state.settings.takeover_s

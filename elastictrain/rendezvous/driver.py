@@ -17,8 +17,8 @@ from elastictrain.errors import InternalError, StoreError
 from elastictrain.rendezvous import events as ev
 from elastictrain.rendezvous.host_probe import HostProbe
 from elastictrain.rendezvous.protocol import State, advance, check_invariants, next_deadline_s, start
-from elastictrain.rendezvous.records import Broken, Closed, Keys, Member, Plan, Settings
-from elastictrain.rendezvous.state import FINAL_PHASES, outage_patience_s
+from elastictrain.rendezvous.records import Broken, Closed, Keeper, Keys, Member, Plan, Settings, Stop
+from elastictrain.rendezvous.state import FINAL_PHASES, has_keepers, outage_patience_s
 from elastictrain.rendezvous.store import (
     Inbox,
     KeyEvent,
@@ -32,7 +32,7 @@ from elastictrain.rendezvous.store import (
 from elastictrain.topology import Round
 
 _STORY_LENGTH = 30
-_NUMBERED = frozenset({"round", "plan", "broken"})
+_NUMBERED = frozenset({"round", "plan", "stop", "broken"})
 # Nothing is decided by what is older than the newest; people who look into the store may want to see how it came.
 _KEPT_GENERATIONS = 16
 
@@ -85,7 +85,8 @@ class Driver:
         self._lease: Lease | None = None
         self._keep_alive_at_s = math.inf
         self._inbox = Inbox()
-        self._watch = store.watch(self._keys.prefix, self._inbox)
+        hidden = self._keys.members if has_keepers(self._state) else ""
+        self._watch = store.watch(self._keys.prefix, self._inbox, without=hidden, but=self._member_key)
 
     @property
     def state(self) -> State:
@@ -162,10 +163,10 @@ class Driver:
 
     def _advance(self, event: ev.Event) -> None:
         transition = advance(self._state, event, now_s=self._clock.now_s())
-        self._state = transition.state
+        before, self._state = self._state, transition.state
         self._story.append(transition.reason)
         try:
-            check_invariants(self._state)
+            check_invariants(self._state, before)
         except InternalError as error:
             error.add_note("\n".join(self._story))
             raise
@@ -174,6 +175,10 @@ class Driver:
                 self._write(effect)
             elif isinstance(effect, ev.ProbeHost):
                 self._probe_host(effect)
+            elif isinstance(effect, ev.WatchAll):
+                # Changes between the end of the one and the Snapshot of the other are in the Snapshot.
+                self._watch.close()
+                self._watch = self._store.watch(self._keys.prefix, self._inbox)
             else:
                 self._outputs.append(effect)
 
@@ -185,10 +190,10 @@ class Driver:
             match item:
                 case KeyEvent():
                     changes.extend(self._decode(item))
-                case Snapshot(entries=entries, revision=revision):
+                case Snapshot(entries=entries, revision=revision, is_partial=is_partial):
                     changes.clear()  # the snapshot is newer than all that came before it
                     listed = tuple(change for entry in entries for change in self._decode(entry))
-                    events.append(ev.SnapshotSeen(changes=listed, revision=revision))
+                    events.append(ev.SnapshotSeen(changes=listed, revision=revision, is_partial=is_partial))
                 case WatchFailed(error=error):
                     raise error
         if changes:
@@ -207,6 +212,8 @@ class Driver:
             match kind:
                 case "members":
                     return (ev.MemberGone(node_id=name, revision=event.revision),)
+                case "keeper" if name.isdecimal():
+                    return (ev.KeeperGone(number=int(name), revision=event.revision),)
                 case "config":
                     return (ev.ConfigSeen(config=None),)
                 case _:
@@ -224,6 +231,10 @@ class Driver:
                 return (ev.BrokenSeen(broken=Broken.from_json(value)),)
             case "plan":
                 return (ev.PlanSeen(plan=Plan.from_json(value)),)
+            case "stop":
+                return (ev.StopSeen(stop=Stop.from_json(value)),)
+            case "keeper":
+                return (ev.KeeperSeen(keeper=Keeper.from_json(value), revision=event.revision),)
             case "closed":
                 return (ev.ClosedSeen(closed=Closed.from_json(value)),)
             case "config":
@@ -237,7 +248,12 @@ class Driver:
         future = self._submit(write)
         if future is not None:
             self._pending.append((write, future))
-            future.add_done_callback(lambda _: self._inbox.wake())
+            future.add_done_callback(lambda done: self._wake_for(write, done))
+
+    def _wake_for(self, write: ev.Write, done: Future[Any]) -> None:
+        """Of a write that has succeeded the watch tells; only a Round has a sequel of its own."""
+        if isinstance(write, ev.CreateRound) or done.cancelled() or done.exception() is not None:
+            self._inbox.wake()
 
     def _submit(self, write: ev.Write) -> Future[Any] | None:
         store, keys = self._store, self._keys
@@ -256,6 +272,10 @@ class Driver:
                 return store.create(keys.round(made.generation), made.to_json())
             case ev.CreatePlan(plan=plan):
                 return store.create(keys.plan(plan.generation), plan.to_json())
+            case ev.CreateStop(stop=stop):
+                return store.create(keys.stop(stop.generation), stop.to_json())
+            case ev.CreateKeeper(keeper=keeper):
+                return store.create(keys.keeper(keeper.number), keeper.to_json(), lease=self._held_lease())
             case ev.CreateBroken(broken=broken):
                 return store.create(keys.broken(broken.generation), broken.to_json())
             case ev.CreateClosed(closed=closed):
@@ -266,7 +286,7 @@ class Driver:
     def _forget_run(self) -> None:
         """Delete what the run has written, but for its end and its members. Writes take effect in their order, so that
         no node can come between and take the run for a new one."""
-        kept = (self._keys.closed, f"{self._keys.prefix}members/")
+        kept = (self._keys.closed, self._keys.members)
         for key in sorted(name for name in self._names if not name.startswith(kept)):
             self._store.delete(key)
 

@@ -54,6 +54,12 @@ class EmbeddedWatch:
     store: EmbeddedStore
     prefix: str
     inbox: Receiver
+    without: str = ""
+    but: str = ""
+
+    def covers(self, key: str) -> bool:
+        is_left_out = bool(self.without) and key.startswith(self.without) and key != self.but
+        return key.startswith(self.prefix) and not is_left_out
 
     def close(self) -> None:
         self.store.forget(self)
@@ -97,11 +103,11 @@ class EmbeddedStore:
             self._leases.add(lease)
             return lease
 
-    def watch(self, prefix: str, inbox: Receiver) -> EmbeddedWatch:
+    def watch(self, prefix: str, inbox: Receiver, *, without: str = "", but: str = "") -> EmbeddedWatch:
         with self._lock:
             self.expire_leases()
-            watch = EmbeddedWatch(self, prefix, inbox)
-            inbox.deliver(self.snapshot(prefix))
+            watch = EmbeddedWatch(self, prefix, inbox, without, but)
+            inbox.deliver(self._snapshot(watch))
             self._watches.append(watch)
             return watch
 
@@ -116,6 +122,11 @@ class EmbeddedStore:
         with self._lock:
             entries = (self._event(key, entry) for key, entry in self._entries.items() if key.startswith(prefix))
             return Snapshot(revision=self._revision, entries=tuple(entries))
+
+    def _snapshot(self, watch: EmbeddedWatch) -> Snapshot:
+        whole = self.snapshot(watch.prefix)
+        entries = tuple(entry for entry in whole.entries if watch.covers(entry.key))
+        return Snapshot(revision=whole.revision, entries=entries, is_partial=bool(watch.without))
 
     def expire_leases(self) -> None:
         """Drop the leases whose time is over, with their keys."""
@@ -157,7 +168,7 @@ class EmbeddedStore:
                 self._entries[key] = _Entry(event.value or {}, event.revision, event.created_revision, lease)
             self._revision += 1  # the Snapshot is newer than whatever anybody has seen
             for watch in self._watches:
-                watch.inbox.deliver(self.snapshot(watch.prefix))
+                watch.inbox.deliver(self._snapshot(watch))
 
     def renew(self, lease: EmbeddedLease) -> None:
         with self._lock:
@@ -228,7 +239,7 @@ class EmbeddedStore:
 
     def _announce(self, event: KeyEvent) -> None:
         for watch in self._watches:
-            if event.key.startswith(watch.prefix):
+            if watch.covers(event.key):
                 watch.inbox.deliver(event)
 
     @staticmethod

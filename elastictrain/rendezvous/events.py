@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from elastictrain.rendezvous.records import Broken, Closed, Member, Plan
+from elastictrain.rendezvous.records import Broken, Closed, Keeper, Member, Plan, Stop
 from elastictrain.topology import Candidate, Round
 
 # ---------------------------------------------------------------- events from the local node
@@ -118,6 +118,23 @@ class PlanSeen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StopSeen:
+    stop: Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperSeen:
+    keeper: Keeper
+    revision: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeeperGone:
+    number: int
+    revision: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedSeen:
     closed: Closed
 
@@ -129,7 +146,18 @@ class ConfigSeen:
     config: Mapping[str, Any] | None
 
 
-StoreChange = MemberSeen | MemberGone | RoundSeen | BrokenSeen | PlanSeen | ClosedSeen | ConfigSeen
+StoreChange = (
+    MemberSeen
+    | MemberGone
+    | RoundSeen
+    | BrokenSeen
+    | PlanSeen
+    | StopSeen
+    | KeeperSeen
+    | KeeperGone
+    | ClosedSeen
+    | ConfigSeen
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +169,12 @@ class StoreChanged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotSeen:
-    """All that the store holds at `revision`: a member that is not listed is gone."""
+    """All that the store holds at `revision`: a member that is not listed is gone. Of members other than this node a
+    partial one says nothing."""
 
     changes: tuple[StoreChange, ...]
     revision: int
+    is_partial: bool = False
 
 
 Event = (
@@ -199,6 +229,18 @@ class CreatePlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CreateStop:
+    stop: Stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateKeeper:
+    """On this node's lease: a keeper is one as long as it is a member."""
+
+    keeper: Keeper
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CreateBroken:
     broken: Broken
 
@@ -217,7 +259,23 @@ class ProbeHost:
     port: int
 
 
-Write = PutMember | RejoinMember | DeleteMember | CreateConfig | CreateRound | CreatePlan | CreateBroken | CreateClosed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchAll:
+    """Watch every member from now on; a Snapshot of all comes first. No write: nobody sees it."""
+
+
+Write = (
+    PutMember
+    | RejoinMember
+    | DeleteMember
+    | CreateConfig
+    | CreateRound
+    | CreatePlan
+    | CreateStop
+    | CreateKeeper
+    | CreateBroken
+    | CreateClosed
+)
 
 # ---------------------------------------------------------------- outputs to the agent
 
@@ -286,4 +344,4 @@ class Refused:
 
 
 Output = Fence | ReportPosition | StopAt | EnterRound | Waiting | Left | RunClosed | Refused
-Effect = Write | ProbeHost | Output
+Effect = Write | ProbeHost | WatchAll | Output

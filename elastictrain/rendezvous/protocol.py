@@ -11,11 +11,12 @@ decides alike. What a node knows, and the questions about it, are in `state.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import assert_never
 
 from elastictrain.errors import InternalError
-from elastictrain.rendezvous.decisions import Draft, decide, fence, rejoin
+from elastictrain.rendezvous.decisions import decide, fence, rejoin
+from elastictrain.rendezvous.draft import Draft
 from elastictrain.rendezvous.events import (
     BrokenSeen,
     ClosedSeen,
@@ -26,6 +27,8 @@ from elastictrain.rendezvous.events import (
     Effect,
     Event,
     HostGone,
+    KeeperGone,
+    KeeperSeen,
     LeaseLost,
     LeaveRun,
     LocalBroken,
@@ -37,11 +40,12 @@ from elastictrain.rendezvous.events import (
     PlanSeen,
     RoundSeen,
     SnapshotSeen,
+    StopSeen,
     StoreChange,
     StoreChanged,
 )
 from elastictrain.rendezvous.records import Broken, Position, Settings
-from elastictrain.rendezvous.state import FINAL_PHASES, Phase, State, check_invariants
+from elastictrain.rendezvous.state import FINAL_PHASES, Phase, State, as_entered, check_invariants
 from elastictrain.topology import Candidate
 
 __all__ = ["Phase", "State", "Transition", "advance", "check_invariants", "next_deadline_s", "start"]
@@ -92,9 +96,9 @@ def advance(state: State, event: Event, *, now_s: float) -> Transition:
             draft.change(host_gone=max(state.host_gone, generation))
         case StoreChanged(changes=changes):
             _absorb(draft, changes)
-        case SnapshotSeen(changes=changes, revision=revision):
-            _absorb(draft, changes + _vanished(state, changes, revision))
-            draft.change(is_synced=True)
+        case SnapshotSeen(changes=changes, is_partial=is_partial):
+            _absorb(draft, changes + _vanished(state, event))
+            draft.change(is_synced=True, sees_all=state.sees_all or not is_partial)
         case DeadlineReached():
             pass
         case _ as unreachable:
@@ -168,7 +172,7 @@ def _local_position(draft: Draft, event: LocalPosition) -> None:
 
 def _absorb(draft: Draft, changes: tuple[StoreChange, ...]) -> None:
     """Take in changes one after the other; an older word about a member than the one known is not believed."""
-    members, gone = dict(draft.state.members), dict(draft.state.gone)
+    members, gone, round_before = dict(draft.state.members), dict(draft.state.gone), draft.state.round
     for change in changes:
         match change:
             case MemberSeen(member=member, revision=revision):
@@ -186,6 +190,11 @@ def _absorb(draft: Draft, changes: tuple[StoreChange, ...]) -> None:
             case PlanSeen(plan=plan):
                 if draft.state.plan is None or draft.state.plan.generation < plan.generation:
                     draft.change(plan=plan)
+            case StopSeen(stop=stop):
+                if draft.state.stop is None or draft.state.stop.generation < stop.generation:
+                    draft.change(stop=stop)
+            case KeeperSeen() | KeeperGone():
+                _keeper_changed(draft, change)
             case ClosedSeen(closed=closed):
                 draft.change(closed=closed)
             case ConfigSeen(config=config):
@@ -193,7 +202,30 @@ def _absorb(draft: Draft, changes: tuple[StoreChange, ...]) -> None:
                 draft.change(config=config, config_sent=draft.state.config_sent and config is not None)
             case _ as unreachable:
                 assert_never(unreachable)
+    known_round = draft.state.round
+    if known_round is not None:
+        is_new = known_round is not round_before
+        touched = list(members) if is_new else [one.member.node_id for one in changes if isinstance(one, MemberSeen)]
+        for seen in filter(None, map(members.get, touched)):
+            members[seen.member.node_id] = as_entered(draft.state, seen)
     draft.change(members=members, gone=gone)
+
+
+def _keeper_changed(draft: Draft, change: KeeperSeen | KeeperGone) -> None:
+    """Take in who is keeper; an older word than the one known is not believed."""
+    keepers, gone = dict(draft.state.keepers), dict(draft.state.keepers_gone)
+    number = change.keeper.number if isinstance(change, KeeperSeen) else change.number
+    known = keepers.get(number)
+    if change.revision <= max(known.revision if known is not None else -1, gone.get(number, -1)):
+        return
+    if isinstance(change, KeeperSeen):
+        keepers[number] = change
+    else:
+        keepers.pop(number, None)
+        gone[number] = change.revision
+    draft.change(keepers=keepers, keepers_gone=gone)
+    if draft.state.keeper_sent == number:
+        draft.change(keeper_sent=None)  # it is answered: this node is keeper, or has to ask again
 
 
 def _last_revision(known: MemberSeen | None, gone_at: int | None) -> int:
@@ -213,8 +245,7 @@ def _note_departure(draft: Draft, seen: MemberSeen | None) -> None:
 def _round_seen(draft: Draft, seen: RoundSeen) -> None:
     known = draft.state.round
     if known is None or seen.round.generation > known.generation:
-        draft.state = replace(
-            draft.state,
+        draft.change(
             round=seen.round,
             round_revision=seen.revision,
             departed={},
@@ -226,12 +257,19 @@ def _round_seen(draft: Draft, seen: RoundSeen) -> None:
         raise InternalError(f"two Rounds of generation {known.generation}: {known} and {seen.round}")
 
 
-def _vanished(state: State, changes: tuple[StoreChange, ...], revision: int) -> tuple[StoreChange, ...]:
+def _vanished(state: State, snapshot: SnapshotSeen) -> tuple[StoreChange, ...]:
+    changes, revision = snapshot.changes, snapshot.revision
     listed = {change.member.node_id for change in changes if isinstance(change, MemberSeen)}
     gone: list[StoreChange] = [
         MemberGone(node_id=node_id, revision=revision)
         for node_id, seen in state.members.items()
-        if node_id not in listed and seen.revision <= revision
+        if node_id not in listed and seen.revision <= revision and (not snapshot.is_partial or node_id == state.node_id)
+    ]
+    numbers = {change.keeper.number for change in changes if isinstance(change, KeeperSeen)}
+    gone += [
+        KeeperGone(number=number, revision=revision)
+        for number, keeper in state.keepers.items()
+        if number not in numbers and keeper.revision <= revision
     ]
     if not any(isinstance(change, ConfigSeen) for change in changes):
         gone.append(ConfigSeen(config=None))

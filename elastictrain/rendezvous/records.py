@@ -4,7 +4,9 @@ config               what all nodes must agree on; created by the first, never c
 members/<node_id>    one Member per node, on the node's lease
 round/<generation>   the agreed Round; created once
 plan/<generation>    somebody wants the Round to end at a step boundary; created once
+stop/<generation>    the step behind which all park, once the Round is planned to end; only where there are keepers
 broken/<generation>  the Round is over now; created once
+keeper/<number>      a node that sees every member, on the node's lease; only in runs of many nodes (`keepers.py`)
 closed               the run is over; created once, on a lease of its own that nobody renews
 
 Who closes the run deletes all but the last, which the store drops by itself.
@@ -21,6 +23,7 @@ from elastictrain.errors import ConfigError, StoreError
 from elastictrain.topology import Candidate
 
 RECORD_VERSION = 1
+MANY_NODES = 32
 PAST_GENERATION = "past_generation"
 """In the `config` key, but nothing that nodes have to agree on beforehand: the first to write it decides."""
 
@@ -55,6 +58,8 @@ class Settings:
     """How long the record of a finished run tells late nodes of it; then its id may be used again."""
     past_generation: int = 0
     """Newest generation of the run's earlier lives that this node knows of: numbers go on from there."""
+    see_all_up_to: int = MANY_NODES
+    """Up to so many nodes (`max_nodes`) every node watches every other one; in larger runs only the keepers do."""
     agreed: Mapping[str, str] = field(default_factory=dict)
     """More that must be equal on every node, such as the version."""
 
@@ -218,6 +223,38 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """The step behind which all workers of a generation park: the highest that any node says it has begun."""
+
+    generation: int
+    step: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": RECORD_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Stop:
+        """Rebuild it. Raises StoreError when it is malformed or of another version."""
+        return cls(generation=_count("stop", value, "generation"), step=_count("stop", value, "step"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeper:
+    """A node that sees every member and decides for those that do not."""
+
+    number: int
+    node_id: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"version": RECORD_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Keeper:
+        """Rebuild it. Raises StoreError when it is malformed or of another version."""
+        return cls(number=_count("keeper", value, "number"), node_id=_text("keeper", value, "node_id"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Closed:
     """The run is over, by the word of a node."""
 
@@ -251,9 +288,19 @@ class Keys:
     def closed(self) -> str:
         return f"{self.prefix}closed"
 
+    @property
+    def members(self) -> str:
+        return f"{self.prefix}members/"
+
     def member(self, node_id: str) -> str:
         _check_name("node_id", node_id)
-        return f"{self.prefix}members/{node_id}"
+        return f"{self.members}{node_id}"
+
+    def keeper(self, number: int) -> str:
+        return f"{self.prefix}keeper/{number}"
+
+    def stop(self, generation: int) -> str:
+        return f"{self.prefix}stop/{generation}"
 
     def round(self, generation: int) -> str:
         return f"{self.prefix}round/{generation}"

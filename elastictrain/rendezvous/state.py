@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from elastictrain.errors import InternalError
-from elastictrain.rendezvous.events import MemberSeen
-from elastictrain.rendezvous.records import PAST_GENERATION, Broken, Closed, Member, Plan, Position, Settings
+from elastictrain.rendezvous.events import KeeperSeen, MemberSeen
+from elastictrain.rendezvous.records import PAST_GENERATION, Broken, Closed, Member, Plan, Position, Settings, Stop
 from elastictrain.topology import Candidate, Round
 
 
@@ -43,6 +43,8 @@ class State:
     phase: Phase = Phase.IDLE
     is_synced: bool = False
     """The store's first snapshot has been seen."""
+    sees_all: bool = False
+    """`members` holds every member, not only this node; always so in runs without keepers."""
 
     # This node, by its own word.
     incarnation: int = 0
@@ -66,6 +68,10 @@ class State:
     round_revision: int = 0
     broken: Broken | None = None
     plan: Plan | None = None
+    stop: Stop | None = None
+    keepers: Mapping[int, KeeperSeen] = field(default_factory=dict)
+    keepers_gone: Mapping[int, int] = field(default_factory=dict)
+    """As `gone`, for keepers by their number."""
 
     # What has been written or said already; a number is the newest generation for which it was.
     put: Member | None = None
@@ -78,6 +84,7 @@ class State:
     fenced: int = 0
     asked: int = 0
     stop_said: int = 0
+    stop_sent: int = 0
     broken_sent: int = 0
     plan_sent: int = 0
     probed: int = 0
@@ -85,6 +92,9 @@ class State:
     """Newest generation whose store host is proven dead: nothing of it can be committed any more."""
     round_sent: int = 0
     config_sent: bool = False
+    keeper_sent: int | None = None
+    """Which keeper this node has asked to be, and has not heard whether it is."""
+    asked_all: bool = False
     closed_sent: bool = False
     waiting: str = ""
 
@@ -130,6 +140,11 @@ class Blocker:
     deadline_s: float | None = None
 
 
+def has_keepers(state: State) -> bool:
+    """Whether the run may be so large that nodes do not see each other; see `keepers.py`."""
+    return state.settings.max_nodes > state.settings.see_all_up_to
+
+
 def own_member(state: State) -> Member:
     """This node as it should show itself to the others."""
     return Member(
@@ -143,6 +158,18 @@ def own_member(state: State) -> Member:
         wants_in=state.wants_in and state.leaving is None,
         expected=0 if state.leaving is not None else state.expected,
     )
+
+
+def as_entered(state: State, seen: MemberSeen) -> MemberSeen:
+    """What a member has become by the newest Round, if that was made behind its last word: its workers with seats are
+    candidates no more. A node that enters a Round need not write so."""
+    made, member = state.round, seen.member
+    if made is None or seen.revision >= state.round_revision or not member.candidates:
+        return seen
+    left = tuple(one for one in member.candidates if one.worker_id not in made.worker_ids)
+    if len(left) == len(member.candidates):
+        return seen
+    return replace(seen, member=replace(member, candidates=left, wants_in=member.wants_in and bool(left)))
 
 
 def in_join_order(state: State) -> list[MemberSeen]:
@@ -202,7 +229,7 @@ def turn_of(state: State, eligible: list[MemberSeen]) -> int | None:
 
 def has_survivors(state: State) -> bool:
     """Whether any candidate held a seat in the newest Round."""
-    held = {seat.worker_id for seat in state.round.seats} if state.round is not None else set()
+    held = state.round.worker_ids if state.round is not None else frozenset()
     return any(one.worker_id in held for seen in state.members.values() for one in seen.member.candidates)
 
 
@@ -231,7 +258,7 @@ def chosen_candidates(state: State) -> tuple[Candidate, ...]:
 def can_enter(state: State) -> bool:
     """Whether a planned change would give a seat to a candidate of this node that has none."""
     seen = state.members.get(state.node_id)
-    held = {seat.worker_id for seat in state.round.seats} if state.round is not None else set()
+    held = state.round.worker_ids if state.round is not None else frozenset()
     # Shown by the store and still true: whoever makes the Round must see it, and it must not have died since.
     offered = set(seen.member.candidates) & set(state.candidates) if seen is not None else set()
     return any(one.worker_id not in held for one in offered) and has_place(state)
@@ -267,9 +294,9 @@ def find_blocker(state: State, now_s: float) -> Blocker | None:
     if state.round is not None and not state.is_broken and not state.is_planned:
         return Blocker(reason=f"generation {generation} runs")
     holders = seat_holders(state)
-    running = [seen.member.node_id for seen in holders if seen.member.settled < generation]
-    if running:
-        return Blocker(reason=f"workers of {running[0]} have not parked from generation {generation}")
+    running = next((seen.member.node_id for seen in holders if seen.member.settled < generation), None)
+    if running is not None:
+        return Blocker(reason=f"workers of {running} have not parked from generation {generation}")
     admitted = admitted_members(state)
     # With a survivor there is somebody to wait, so nobody is waited for; without one, an incomplete start only costs a
     # second Round.
@@ -296,23 +323,26 @@ def _shortage(seen: int, minimum: int, what: str) -> Blocker:
     return Blocker(reason=f"{seen} of at least {minimum} {what}", is_said=True, is_short=True)
 
 
-def check_invariants(state: State) -> None:
-    """Raise InternalError when the state contradicts itself."""
+def check_invariants(state: State, before: State | None = None) -> None:
+    """Raise InternalError when the state contradicts itself. What it shares with the one `before` is not looked at."""
     generation = state.generation
+    is_same_round = state.round is None or (before is not None and before.round is state.round)
+    is_same_members = before is not None and before.members is state.members
     checks = {
-        "ranks are 0..n-1": state.round is None
+        "ranks are 0..n-1": is_same_round
+        or state.round is None
         or [seat.rank for seat in state.round.seats] == list(range(state.round.world_size)),
-        "a worker sits once": state.round is None
-        or len({seat.worker_id for seat in state.round.seats}) == state.round.world_size,
+        "a worker sits once": is_same_round
+        or state.round is None
+        or len(state.round.worker_ids) == state.round.world_size,
         "nobody enters a Round that is not made": state.entered <= generation,
         "seats are held in an entered Round": state.seat_generation <= state.entered,
         "only what was entered is fenced": state.fenced <= state.entered,
         "only what was made is settled": state.settled <= generation,
         "the next Round is one further": state.round is None or state.round_sent <= generation + 1,
         "only what was made is broken or planned": max(state.broken_sent, state.plan_sent) <= generation,
-        "members stand under their own name": all(
-            node_id == seen.member.node_id for node_id, seen in state.members.items()
-        ),
+        "members stand under their own name": is_same_members
+        or all(node_id == seen.member.node_id for node_id, seen in state.members.items()),
         "candidates belong to this node": all(one.node_id == state.node_id for one in state.candidates),
     }
     failed = [rule for rule, holds in checks.items() if not holds]

@@ -58,10 +58,14 @@ class KeyEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All keys under the watched prefix as they were at `revision`; what is not listed does not exist."""
+    """All keys that are watched as they were at `revision`; what is not listed does not exist.
+
+    `is_partial` says that the watch leaves keys under its prefix out (P9): of those nothing is said.
+    """
 
     revision: int
     entries: tuple[KeyEvent, ...]
+    is_partial: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +174,8 @@ class Store(Protocol):
     P7. A revision only grows; `created_revision` changes exactly when the key had not existed before.
     P8. Values come back as they were written: JSON objects, never pickled, never mutable through the caller's copy. One
         that is not a JSON object fails with StoreError and changes nothing.
+    P9. With `without`, a watch need not tell of the keys under its prefix that begin so, but for the one named `but`;
+        its Snapshots say whether it leaves them out. Changes of different keys may then overtake each other.
     """
 
     def create(self, key: str, value: Value, *, lease: Lease | None = None) -> Future[bool]: ...
@@ -180,4 +186,4 @@ class Store(Protocol):
 
     def lease(self, ttl_s: float) -> Lease: ...
 
-    def watch(self, prefix: str, inbox: Inbox) -> Watch: ...
+    def watch(self, prefix: str, inbox: Inbox, *, without: str = "", but: str = "") -> Watch: ...

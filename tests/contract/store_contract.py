@@ -22,10 +22,10 @@ T = TypeVar("T")
 class Watcher:
     """A client that collects what a watch delivers and waits on its file descriptor, as the agent does."""
 
-    def __init__(self, store: Store, prefix: str) -> None:
+    def __init__(self, store: Store, prefix: str, *, without: str = "", but: str = "") -> None:
         self.inbox = Inbox()
         self.items: list[WatchItem] = []
-        self.watch = store.watch(prefix, self.inbox)
+        self.watch = store.watch(prefix, self.inbox, without=without, but=but)
         # Over a network the snapshot shows the store as it is a moment after the call: writes must not come before it.
         self.items = self.take(1) + self.items
 
@@ -209,6 +209,30 @@ class StoreContract(abc.ABC):
         answer(store.put("/run/b", {}))
         watcher.snapshot()
         assert watcher.event().key == "/run/b"
+
+    def test_p9_watch_tells_all_the_rest_when_keys_may_be_left_out(self, store: Store) -> None:
+        names = ("config", "members/a", "members/ab", "members/b", "round/1")
+        for name in names:
+            answer(store.put(f"/run/{name}", {"n": 1}))
+        watcher = Watcher(store, "/run/", without="/run/members/", but="/run/members/a")
+        try:
+            snapshot = watcher.snapshot()
+            wanted = {f"/run/{name}" for name in names}
+            if snapshot.is_partial:
+                wanted -= {"/run/members/ab", "/run/members/b"}
+            assert {entry.key for entry in snapshot.entries} == wanted
+            for name in names:
+                answer(store.put(f"/run/{name}", {"n": 2}))
+            told = watcher.take(len(wanted))
+            assert {item.key for item in told if isinstance(item, KeyEvent)} == wanted
+            answer(store.delete("/run/members/b"))
+            answer(store.delete("/run/members/a"))
+            events = watcher.take(1 if snapshot.is_partial else 2)
+            assert [item.value for item in events if isinstance(item, KeyEvent)] == [None] * len(events)
+            assert isinstance(events[-1], KeyEvent)
+            assert events[-1].key == "/run/members/a"
+        finally:
+            watcher.close()
 
     def test_l1_lease_lives_on_when_renewed(
         self, store: Store, watcher: Watcher, half_expire: Callable[[], None]

@@ -13,7 +13,7 @@ from elastictrain.clock import SystemClock
 from elastictrain.errors import StoreError
 from elastictrain.rendezvous.etcd.etcd_store import EtcdStore
 from elastictrain.rendezvous.etcd.opening import open_etcd_store
-from elastictrain.rendezvous.store import Inbox
+from elastictrain.rendezvous.store import Inbox, KeyEvent
 
 CLOCK = SystemClock()
 
@@ -138,7 +138,7 @@ class TestEtcdStore(StoreContract):
         cluster.ask("KV", "Put", key=b"/run/b", value=b'{"v":1,"by":"x/1","value":{"n":1}}')
         watcher.take(1)
         # What a watch asks for that was away for long: the changes behind a revision that is forgotten.
-        watch._resume_raw = watch._seen_raw = 1
+        watch._spans[0].resume_raw = watch._spans[0].seen_raw = 1
         revision = cluster.ask("KV", "Range", key=b"/run/b").header.revision
         cluster.ask("KV", "Compact", request="CompactionRequest", revision=revision)
         assert watch._stream is not None
@@ -146,6 +146,30 @@ class TestEtcdStore(StoreContract):
         assert sorted(entry.key for entry in watcher.snapshot().entries) == ["/run/a", "/run/b"]
         answer(store.put("/run/c", {}))
         assert watcher.event().key == "/run/c"
+
+    def test_partial_watch_tells_each_change_once_when_its_stream_broke(
+        self, cluster: Cluster, store: EtcdStore
+    ) -> None:
+        """etcd watches each span of keys for itself: one may be told of further than another."""
+        watcher = Watcher(store, "/run/", without="/run/members/", but="/run/members/a")
+        try:
+            assert watcher.snapshot().is_partial
+            (watch,) = store._watches
+            names = ["/run/config", "/run/members/a", "/run/round/1"]
+            for number in range(6):
+                for key in [*names, "/run/members/b"]:
+                    answer(store.put(key, {"n": number}))
+                if number % 2:
+                    wait_until(lambda: watch._stream is not None)
+                    stream = watch._stream
+                    assert stream is not None
+                    store.post(stream.close)
+            told = [(one.key, one.value) for one in watcher.take(18) if isinstance(one, KeyEvent)]
+            for name in names:
+                assert [value for key, value in told if key == name] == [{"n": number} for number in range(6)]
+            assert watcher.inbox.drain() == []
+        finally:
+            watcher.close()
 
     def test_store_is_refused_everything_when_closed(self, cluster: Cluster) -> None:
         store = open_etcd_store(cluster.settings(), CLOCK)

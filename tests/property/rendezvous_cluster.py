@@ -139,9 +139,12 @@ class Link:
         self.send(grant)
         return lease
 
-    def watch(self, prefix: str, inbox: Inbox) -> Watch:
+    def watch(self, prefix: str, inbox: Inbox, *, without: str = "", but: str = "") -> Watch:
+        """A new watch takes the place of the one before, and of what that had still to deliver."""
+        if self.inbox is not None:
+            self.inbox.close()
         self.inbox = HeldInbox(inbox)
-        return self.store.watch(prefix, self.inbox)
+        return self.store.watch(prefix, self.inbox, without=without, but=but)
 
     @staticmethod
     def _real(lease: Lease | None) -> Lease | None:

@@ -284,7 +284,7 @@ def test_survivors_keep_their_order_when_a_newcomer_takes_the_first_place() -> N
     _, effects = step(state, told(*news[:1]), told(ev.MemberGone(node_id="a", revision=33)), told(news[1]))
     assert effects == [
         ev.CreateRound(
-            round=replace(made(2, "b0"), seats=(replace(made(1, "b0").seats[0], stream=1),), reason="worker_died")
+            round=replace(made(2, "b0"), seats=(made(1, "b0").seats[0]._replace(stream=1),), reason="worker_died")
         )
     ]
 

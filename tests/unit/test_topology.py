@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from elastictrain.errors import ConfigError
 from elastictrain.topology import Candidate, Round, assign_seats
+
+ROUND = {
+    "version": 2,
+    "generation": 1,
+    "store_host": "h",
+    "store_port": 1,
+    "nodes": ["n"],
+    "workers": ["w"],
+    "at": [0],
+    "local_ranks": [0],
+    "streams": [0],
+}
 
 
 def workers(*names: str) -> list[Candidate]:
@@ -31,10 +45,12 @@ def test_seats_are_refused_when_a_worker_is_named_twice() -> None:
     "value",
     [
         {},
-        {"version": 2},
         {"version": 1},
-        {"version": 1, "generation": 1, "seats": [{"rank": 0}], "store_host": "h", "store_port": 1},
-        {"version": 1, "generation": "x", "seats": [], "store_host": "h", "store_port": 1},
+        {"version": 2},
+        {**ROUND, "workers": ["w", "w2"]},
+        {**ROUND, "at": [1]},
+        {**ROUND, "streams": 3},
+        {**ROUND, "generation": "x"},
     ],
 )
 def test_round_is_refused_when_its_json_is_of_another_version_or_malformed(value: dict[str, object]) -> None:
@@ -50,3 +66,4 @@ def test_round_names_nodes_by_lowest_rank_and_finds_seats_when_asked() -> None:
     assert seat is not None
     assert seat.rank == 1
     assert made.seat_of("zz") is None
+    assert Round.from_json(json.loads(json.dumps(made.to_json()))) == made

@@ -114,6 +114,11 @@ class Client:
         def is_over(state: RetryCallState) -> bool:
             return deadline is not None and self._clock.now_s() + state.upcoming_sleep >= deadline.at_s
 
+        try:
+            return await attempt()  # as a rule it succeeds, and all that follows is not needed
+        except StoreError as error:
+            failures = [error]
+
         retrying = AsyncRetrying(
             stop=is_over,
             wait=wait_random_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S),
@@ -122,6 +127,8 @@ class Client:
         )
 
         async def awaited() -> T:  # tenacity looks at the function to decide whether it awaits the result
+            if failures:
+                raise failures.pop()
             return await attempt()
 
         try:

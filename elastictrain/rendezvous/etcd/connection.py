@@ -172,6 +172,8 @@ class Stream:
         address = self.connection.endpoint.address
         failure: BaseException
         try:
+            if timeout_s is None:
+                return await operation
             async with asyncio.timeout(timeout_s):
                 return await operation
         except TimeoutError:

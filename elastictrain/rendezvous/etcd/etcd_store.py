@@ -42,16 +42,17 @@ class EtcdStore:
         self.report = on_trouble
         self._lock = threading.Lock()
         self._is_closed = False
+        self._posted: list[Callable[[], object]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._watches: dict[EtcdWatch, asyncio.Task[None]] = {}
         self._leases: set[EtcdLease] = set()
         self._loop = io_thread.acquire()
-        asyncio.run_coroutine_threadsafe(self._start(rpc), self._loop).result()
-
-    async def _start(self, rpc: Any) -> None:
-        self.client = Client(rpc, self.settings, self.clock, self.report)
+        self.client = Client(rpc, settings, clock, on_trouble)
         self.writer = Writer(self, secrets.token_hex(6))
-        self._serving = self.start_task(self.writer.serve())
+        self.post(self._start)
+
+    def _start(self) -> None:
+        self.start_task(self.writer.serve())
         if self.settings.is_multi_node:
             self.start_task(self._warn_of_loopback())
 
@@ -73,8 +74,8 @@ class EtcdStore:
         self._submit("grant of a lease", lease.ensure_granted)
         return lease
 
-    def watch(self, prefix: str, inbox: Inbox) -> EtcdWatch:
-        watch = EtcdWatch(self, prefix, inbox)
+    def watch(self, prefix: str, inbox: Inbox, *, without: str = "", but: str = "") -> EtcdWatch:
+        watch = EtcdWatch(self, prefix, inbox, without=without, but=but)
         self.post(lambda: self._add_watch(watch))
         return watch
 
@@ -97,7 +98,7 @@ class EtcdStore:
         """Have the I/O thread call `action`; nothing happens once the store is closed. Any thread."""
         with self._lock:
             if not self._is_closed:
-                self._loop.call_soon_threadsafe(action)
+                self._post(action)
 
     def revoke(self, lease: EtcdLease) -> Future[None]:
         return self._submit("end of a lease", lambda by: self.writer.revoke(lease, by))
@@ -156,6 +157,18 @@ class EtcdStore:
 
     # ---------------------------------------------------------------- inside
 
+    def _post(self, action: Callable[[], object]) -> None:
+        """With the lock held. The I/O thread is woken once for all that is posted until it comes to it."""
+        self._posted.append(action)
+        if len(self._posted) == 1:
+            self._loop.call_soon_threadsafe(self._do_posted)
+
+    def _do_posted(self) -> None:
+        with self._lock:
+            actions, self._posted = self._posted, []
+        for action in actions:
+            action()
+
     def _write(
         self,
         what: str,
@@ -182,7 +195,7 @@ class EtcdStore:
             if self._is_closed:
                 future.set_exception(StoreError("the etcd store is closed", retryable=False))
             else:
-                self._loop.call_soon_threadsafe(lambda: self.writer.submit(future, deadline, run))
+                self._post(lambda: self.writer.submit(future, deadline, run))
         return future
 
     def _add_watch(self, watch: EtcdWatch) -> None:

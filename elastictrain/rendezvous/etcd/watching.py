@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from elastictrain.errors import ConfigError, StoreError
@@ -31,6 +31,37 @@ if TYPE_CHECKING:
 _BASE_STEP = 1 << 20
 # A stream that lived shorter did not work: the next one has to wait its turn.
 _SHORT_LIFE_S = 1.0
+
+
+@dataclass(slots=True)
+class Span:
+    """Keys that lie next to each other, and up to where etcd has told of them: etcd watches each span for itself."""
+
+    first: bytes
+    end: bytes
+    seen_raw: int = 0
+    resume_raw: int = 0
+
+    def __contains__(self, key: bytes) -> bool:
+        return self.first <= key and (key < self.end or self.end == b"\0")
+
+
+def spans_of(prefix: str, without: str, but: str) -> list[Span]:
+    """The spans that make up the keys under `prefix`, without those under `without` but for `but`."""
+    first, end = prefix.encode(), range_end(prefix.encode())
+    if not without:
+        return [Span(first, end)]
+    hole = without.encode()
+    spans = [Span(first, hole), Span(range_end(hole), end)]
+    return [*spans, Span(but.encode(), but.encode() + b"\0")] if but else spans
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Keys read at one revision."""
+
+    header: Any
+    kvs: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +85,11 @@ class _Resync(Exception):  # noqa: N818 - no error: it only leads out of the str
 class EtcdWatch:
     """A watch of an EtcdStore; runs as a task of the I/O thread until closed."""
 
-    def __init__(self, store: EtcdStore, prefix: str, inbox: Inbox) -> None:
+    def __init__(self, store: EtcdStore, prefix: str, inbox: Inbox, *, without: str = "", but: str = "") -> None:
         self.prefix = prefix
+        self._spans = spans_of(prefix, without, but)
+        self._span_of: dict[int, Span] = {}
+        self._is_partial, self._own_key = bool(without), but
         self._store = store
         self._client = store.client
         self._inbox = inbox
@@ -63,8 +97,6 @@ class EtcdWatch:
         self._is_closed = False
         self._known: dict[str, Known] | None = None
         self._cluster_id = 0
-        self._seen_raw = 0
-        self._resume_raw = 0
         self._base = 0
         self._newest = 0
         self._connection_number = 0
@@ -97,7 +129,8 @@ class EtcdWatch:
         """Find out whether etcd has lost its data; return when what it has lost has been put back."""
         if self._known is None or self._is_ended:
             return
-        before = self._seen_raw, dict(self._known), self._cluster_id  # the stream goes on meanwhile
+        # The stream goes on meanwhile.
+        before = [replace(span) for span in self._spans], dict(self._known), self._cluster_id
         answer = await self._client.retry(self._read_all)
         if not _is_other_past(answer, *before):
             return
@@ -120,18 +153,16 @@ class EtcdWatch:
         if self._known is None or not self._is_verified or not await self._has_same_past():
             await self._resync()
         began_s = self._store.clock.now_s()
-        create = client.rpc.WatchCreateRequest(
-            key=self.prefix.encode(),
-            range_end=range_end(self.prefix.encode()),
-            start_revision=self._resume_raw,
-            progress_notify=True,
-        )
-        request = client.rpc.WatchRequest(create_request=create)
-        stream, first = await client.open_watch(request, timeout_s=self._store.settings.attempt_timeout_s)
+        timeout_s = self._store.settings.attempt_timeout_s
+        requests = [self._request(span) for span in self._spans]
+        self._span_of = {}
+        stream, first = await client.open_watch(requests[0], timeout_s=timeout_s)
         try:
             if stream.connection.number != self._connection_number:
                 raise EtcdError("the connection was given up", action=Action.RETRY)
             self._stream = stream
+            for request in requests[1:]:
+                await stream.write(request, timeout_s=timeout_s)
             self._take_answer(first)
             while self._is_verified:
                 self._take_answer(await stream.read())
@@ -148,24 +179,35 @@ class EtcdWatch:
             self._stream = None
             stream.close()
 
+    def _request(self, span: Span) -> Any:
+        rpc = self._client.rpc
+        create = rpc.WatchCreateRequest(
+            key=span.first, range_end=span.end, start_revision=span.resume_raw, progress_notify=True
+        )
+        return rpc.WatchRequest(create_request=create)
+
     def _take_answer(self, answer: Any) -> None:
         if answer.canceled:
             if answer.compact_revision > 0:
                 raise _Resync
             raise EtcdError(f"the watch was ended: {answer.cancel_reason or 'no reason given'}", action=Action.RETRY)
+        if answer.created:
+            # The requests are answered in their order.
+            self._span_of[answer.watch_id] = self._spans[len(self._span_of)]
+        span = self._span_of[answer.watch_id]
         for event in answer.events:
-            self._take_event(event)
+            self._take_event(event, span)
         if answer.events:
             # Only now: an answer holds whole revisions, and one revision may change several keys.
-            self._seen_raw = max(self._seen_raw, *(event.kv.mod_revision for event in answer.events))
-            self._resume_raw = max(self._resume_raw, self._seen_raw + 1)
+            span.seen_raw = max(span.seen_raw, *(event.kv.mod_revision for event in answer.events))
+            span.resume_raw = max(span.resume_raw, span.seen_raw + 1)
         elif not answer.created:
             # An answer without events says up to where there was nothing to tell.
-            self._resume_raw = max(self._resume_raw, answer.header.revision + 1)
+            span.resume_raw = max(span.resume_raw, answer.header.revision + 1)
 
-    def _take_event(self, event: Any) -> None:
+    def _take_event(self, event: Any, span: Span) -> None:
         known, kv = self._known, event.kv
-        if known is None or kv.mod_revision <= self._seen_raw:
+        if known is None or kv.mod_revision <= span.seen_raw:
             return  # seen before the stream broke
         key = kv.key.decode()
         if event.type == event.DELETE:
@@ -236,7 +278,7 @@ class EtcdWatch:
         number = self._client.connection_number
         answer = await self._read_all()
         new_base = 0
-        if self._known is not None and _is_other_past(answer, self._seen_raw, self._known, self._cluster_id):
+        if self._known is not None and _is_other_past(answer, self._spans, self._known, self._cluster_id):
             new_base, self._known = await self._restore()
             answer = await self._read_all()
         found = max((one.was.base for one in map(_envelope, answer.kvs) if one is not None and one.was), default=0)
@@ -245,19 +287,25 @@ class EtcdWatch:
         known = {kv.key.decode(): self._read(kv) for kv in answer.kvs}
         self._known = known
         self._cluster_id = answer.header.cluster_id
-        self._seen_raw = answer.header.revision
-        self._resume_raw = answer.header.revision + 1
+        for span in self._spans:
+            span.seen_raw = answer.header.revision
+            span.resume_raw = answer.header.revision + 1
         self._connection_number = number
         self._is_verified = True
         self._newest = max(self._newest, self._base + answer.header.revision)
         entries = tuple(one.event for one in known.values() if one.event is not None)
-        self._deliver(Snapshot(revision=self._newest, entries=entries))
+        self._deliver(Snapshot(revision=self._newest, entries=entries, is_partial=self._is_partial))
         self._release()
 
-    async def _read_all(self) -> Any:
-        key = self.prefix.encode()
-        request = self._client.rpc.RangeRequest(key=key, range_end=range_end(key))
-        return await self._client.call_once("Range", request, timeout_s=2 * self._store.settings.attempt_timeout_s)
+    async def _read_all(self) -> Listing:
+        rpc, timeout_s = self._client.rpc, 2 * self._store.settings.attempt_timeout_s
+        requests = [rpc.RangeRequest(key=span.first, range_end=span.end) for span in self._spans]
+        if len(requests) == 1:
+            answer = await self._client.call_once("Range", requests[0], timeout_s=timeout_s)
+            return Listing(answer.header, list(answer.kvs))
+        read = rpc.TxnRequest(success=[rpc.RequestOp(request_range=request) for request in requests])
+        answer = await self._client.call_once("Txn", read, timeout_s=timeout_s)
+        return Listing(answer.header, [kv for one in answer.responses for kv in one.response_range.kvs])
 
     async def _restore(self) -> tuple[int, dict[str, Known]]:
         """Put back what this node knew, if it is a member; gives the base of the new count and what was known."""
@@ -271,7 +319,8 @@ class EtcdWatch:
         ttl_s = max(lease.ttl_s for lease in held)
         for lease_id in {lease.id for lease in held} | {one.lease_id for one in known.values() if one.lease_id}:
             await self._store.put_back_lease(lease_id, ttl_s)
-        for key, one in sorted(known.items()):
+        # What all watch comes first: by it all nodes agree on the base.
+        for key, one in sorted(known.items(), key=lambda item: (item[0] == self._own_key, item[0])):
             if one.envelope is None or one.event is None:
                 continue
             was = Was(created=one.event.created_revision, revision=one.event.revision, base=base)
@@ -286,7 +335,8 @@ class EtcdWatch:
         known = dict(self._known or {})
         for key, own in self._store.writer.own.items():
             before = known.get(key)
-            if not key.startswith(self.prefix) or own.envelope is None or own.lease is None or not own.lease.is_held:
+            is_covered = any(key.encode() in span for span in self._spans)
+            if not is_covered or own.envelope is None or own.lease is None or not own.lease.is_held:
                 continue
             if before is not None and before.raw_revision >= own.revision:
                 continue
@@ -305,14 +355,18 @@ def range_end(prefix: bytes) -> bytes:
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\0"
 
 
-def _is_other_past(answer: Any, seen_raw: int, known: Mapping[str, Known], cluster_id: int) -> bool:
+def _is_other_past(answer: Listing, spans: Sequence[Span], known: Mapping[str, Known], cluster_id: int) -> bool:
     """Tell whether all keys, read through etcd's leader, contradict what it had told before."""
-    if answer.header.revision < seen_raw:
+    if answer.header.revision < max(span.seen_raw for span in spans):
         return True
     present = {kv.key.decode(): kv for kv in answer.kvs}
     if answer.header.cluster_id != cluster_id and known.keys() - present.keys():
         return True
-    return any(kv.mod_revision <= seen_raw and not _is_as_known(kv, known.get(key)) for key, kv in present.items())
+    return any(
+        kv.mod_revision <= span.seen_raw and kv.key in span and not _is_as_known(kv, known.get(key))
+        for span in spans
+        for key, kv in present.items()
+    )
 
 
 def _envelope(kv: Any) -> Envelope | None:

@@ -100,7 +100,8 @@ class ServedStore:
         self.post(lambda: self._add_lease(lease))
         return lease
 
-    def watch(self, prefix: str, inbox: Inbox) -> ServedWatch:
+    def watch(self, prefix: str, inbox: Inbox, *, without: str = "", but: str = "") -> ServedWatch:
+        """One server tells all: nothing is left out (P9)."""
         with self._lock:
             self._num_watches += 1
             number = self._num_watches
