@@ -21,13 +21,18 @@ def etcd() -> Iterator[Cluster]:
         yield cluster
 
 
+# In the larger run nodes do not see each other: keepers do, and decide for all.
+few_and_many = pytest.mark.parametrize("site", ["1:3", "1:40"], indirect=True, ids=["all see all", "keepers"])
+
+
 @pytest.fixture
-def site(etcd: Cluster, tmp_path: Path) -> Iterator[Site]:
-    made = Site(etcd, tmp_path, epochs=14)
+def site(request: pytest.FixtureRequest, etcd: Cluster, tmp_path: Path) -> Iterator[Site]:
+    made = Site(etcd, tmp_path, epochs=14, nnodes=getattr(request, "param", "1:3"))
     yield made
     made.close()
 
 
+@few_and_many
 def test_survivors_keep_their_processes_when_the_first_node_is_killed_and_another_comes(site: Site) -> None:
     for name in ("a", "b"):
         site.start(name)
@@ -53,6 +58,7 @@ def test_survivors_keep_their_processes_when_the_first_node_is_killed_and_anothe
     assert list(site.etcd.values("/elastictrain/")) == ["/elastictrain/job/closed"]
 
 
+@few_and_many
 def test_node_leaves_without_a_failed_step_when_it_gets_sigterm(site: Site) -> None:
     for name in ("a", "b"):
         site.start(name)
