@@ -8,12 +8,14 @@ when it is fenced or told where to stop, and says its step when it is asked.
 
 from __future__ import annotations
 
+import gc
 import heapq
 import json
 import os
 import selectors
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +50,7 @@ class Node:
         """Do what the driver asks for; True when this node's part is over."""
         match output:
             case ev.EnterRound(round=made):
+                assert [seat for seat in made.seats if seat.node_id == name_of(self.index)]
                 self.entered = made.generation
             case ev.Fence(generation=generation) | ev.StopAt(generation=generation):
                 self.step += 1
@@ -82,6 +85,8 @@ class Nodes:
         self.due: list[tuple[float, int]] = []
         self.selector = selectors.DefaultSelector()
         self.told = 0
+        self.is_news = False
+        self.to_join: deque[int] = deque()
 
     def join(self, index: int) -> None:
         conf = self.options
@@ -102,8 +107,10 @@ class Nodes:
 
     def attend(self, node: Node) -> None:
         is_over = False
+        before = node.entered
         for output in node.driver.poll():
             is_over = node.obey(output) or is_over
+        self.is_news = self.is_news or is_over or node.entered != before
         if is_over:
             self.remove(node)
             node.driver.close()
@@ -123,6 +130,9 @@ class Nodes:
         self.selector.register(sys.stdin, selectors.EVENT_READ, None)
         while True:
             limit_s = max(0.0, self.due[0][0] - CLOCK.now_s()) if self.due else None
+            if self.to_join:
+                self.join(self.to_join.popleft())
+                limit_s = 0.0
             for key, _ in self.selector.select(limit_s):
                 if key.data is not None:
                     if self.alive.get(key.data.index) is key.data:
@@ -144,12 +154,11 @@ class Nodes:
         match asked["do"]:
             case "join":
                 tell(began_s=time.monotonic())
-                for index in asked["nodes"]:
-                    self.join(index)
-                tell(joined_s=time.monotonic())
+                self.to_join.extend(asked["nodes"])
             case "kill":
                 node = self.alive[asked["node"]]
                 self.remove(node)
+                self.is_news = True
                 node.vanish()
                 tell(killed_s=time.monotonic())
             case "leave":
@@ -161,6 +170,9 @@ class Nodes:
 
     def tell(self) -> None:
         """Say when all nodes of this process have entered the same Round."""
+        if not self.is_news or self.to_join:
+            return
+        self.is_news = False
         entered = {node.entered for node in self.alive.values()}
         if len(entered) == 1 and (newest := entered.pop()) > self.told:
             self.told = newest
@@ -172,6 +184,7 @@ def tell(**what: Any) -> None:
 
 
 def main() -> None:
+    gc.disable()  # it would walk over all nodes of the process again and again
     nodes = Nodes(json.loads(sys.argv[1]))
     tell(ready=True)
     nodes.serve()
