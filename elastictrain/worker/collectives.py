@@ -14,7 +14,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Final
 
@@ -31,8 +31,6 @@ GROUP_BUILD_TIMEOUT_S: Final = 5.0
 COLLECTIVE_TIMEOUT_S: Final = 1800.0
 # A collective whose connections are closed ends within some 10 ms; one that has not ended by then never will.
 ABORT_TIMEOUT_S: Final = 0.25
-BUCKET_BYTES: Final = 64 << 20
-ALIGN_BYTES: Final = 16
 FIRST_BYTES: Final = 1 << 16
 LENGTH_BYTES: Final = 8
 
@@ -257,8 +255,13 @@ class Communicator:
         # What dist.all_reduce does, without its logging, which costs as much as a small reduction itself.
         return self._flights.track(group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor]))
 
+    def broadcast_async(self, tensor: torch.Tensor, source: int) -> Pending:
+        """Start to send the contiguous `tensor` of rank `source` into that of every rank. Wait for it with `wait`."""
+        with self._guard():
+            return self._flights.track(dist.broadcast(tensor, source, async_op=True))
+
     def wait(self, flight: Pending) -> None:
-        """Wait for what `reduce_async` started. Raises StepAborted when the group broke."""
+        """Wait for what `reduce_async` or `broadcast_async` started. Raises StepAborted when the group broke."""
         with self._guard():
             flight.wait()
 
@@ -321,37 +324,6 @@ class Communicator:
     def _broadcast(self, tensor: torch.Tensor, source: int) -> None:
         self._flights.track(dist.broadcast(tensor, source, async_op=True)).wait()
 
-    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], source: int) -> None:
-        """Fill `tensors` (contiguous, same shapes and types everywhere) from rank `source`, in flat 64 MiB buckets."""
-        bucket: list[torch.Tensor] = []
-        size = 0
-        for tensor in tensors:
-            num_bytes = _padded_bytes(tensor)
-            if bucket and size + num_bytes > BUCKET_BYTES:
-                self._broadcast_bucket(bucket, size, source)
-                bucket, size = [], 0
-            bucket.append(tensor)
-            size += num_bytes
-        if bucket:
-            self._broadcast_bucket(bucket, size, source)
-
-    def _broadcast_bucket(self, bucket: list[torch.Tensor], size: int, source: int) -> None:
-        flat = torch.empty(size, dtype=torch.uint8, device=self.device)
-        views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        offset = 0
-        for tensor in bucket:
-            as_bytes = tensor.detach().view(-1).view(torch.uint8)
-            views.append((flat[offset : offset + as_bytes.numel()], as_bytes))
-            offset += _padded_bytes(tensor)
-        if self.rank == source:
-            for part, as_bytes in views:
-                part.copy_(as_bytes)
-        with self._guard():
-            self._broadcast(flat, source)
-        if self.rank != source:
-            for part, as_bytes in views:
-                as_bytes.copy_(part)
-
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:
         """Turn the error of a collective into StepAborted: its cause is another rank's, told by the agent."""
@@ -360,7 +332,3 @@ class Communicator:
             yield
         except RuntimeError as error:
             raise StepAborted(f"collective failed in generation {self.generation}: {error}") from None
-
-
-def _padded_bytes(tensor: torch.Tensor) -> int:
-    return -(-tensor.numel() * tensor.element_size() // ALIGN_BYTES) * ALIGN_BYTES

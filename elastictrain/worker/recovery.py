@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ import torch
 from elastictrain.checkpoint.tree import decode, encode
 from elastictrain.errors import InternalError, StepAborted
 from elastictrain.topology import Round
+from elastictrain.worker import transfer
 from elastictrain.worker.destruction import release_groups
 
 if TYPE_CHECKING:
@@ -206,21 +208,23 @@ def _send_state(run: Run, source: int, *, is_receiver: bool, position: str) -> N
         encoded = encode(run._state.capture())
         tensors = {name: tensor.detach().contiguous().to(comm.device) for name, tensor in encoded.tensors.items()}
         specs = [
-            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
+            (name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in tensors.items()
         ]
         cursors = {"current": run._cursor.to_json(), "committed": run._committed_cursor}
         head = {"tree": encoded.tree, "tensors": specs, "cursors": cursors}
         comm.broadcast_bytes(json.dumps(head).encode(), source)
-        comm.broadcast_tensors(list(tensors.values()), source)
+        transfer.broadcast(comm, list(tensors.values()), _sizes(specs), source)
         return
     head = json.loads(comm.broadcast_bytes(None, source))
+    if not is_receiver:
+        transfer.broadcast(comm, None, _sizes(head["tensors"]), source)
+        return
+    # Not into the live tensors: if the source dies meanwhile, this rank's state may be the newest that is left.
     tensors = {
         name: torch.empty(shape, dtype=getattr(torch, dtype), device=comm.device)
         for name, dtype, shape in head["tensors"]
     }
-    comm.broadcast_tensors(list(tensors.values()), source)
-    if not is_receiver:
-        return
+    transfer.broadcast(comm, list(tensors.values()), _sizes(head["tensors"]), source)
     # From here to the end this rank holds neither the old state nor the new one: it must not be a source.
     run._holds_state = False
     state = decode(head["tree"], tensors)
@@ -229,6 +233,11 @@ def _send_state(run: Run, source: int, *, is_receiver: bool, position: str) -> N
         run._cursor.load(head["cursors"][position])
         run._committed_cursor, run._body_cursor = dict(head["cursors"]["committed"]), {}
     run._undo.forget()
+
+
+def _sizes(specs: Sequence[tuple[str, str, list[int]]]) -> list[int]:
+    """Bytes of each tensor."""
+    return [math.prod(shape) * getattr(torch, dtype).itemsize for _, dtype, shape in specs]
 
 
 def resume(run: Run, round_: Round, times: StageTimes) -> None:
