@@ -94,7 +94,7 @@ def status(run: EvalRun) -> str:
 
 def test_metrics_stay_right_when_a_worker_is_killed_replaced_and_the_run_finishes(tmp_path: Path) -> None:
     """Counters never go back, a dead rank's series vanish, and the kinds of time add up to what has passed."""
-    with started(tmp_path, "--epochs", "24", "--pause-s", "0.04") as run:
+    with started(tmp_path, "--epochs", "24", "--pause-s", "0.04", options=("--spares", "0")) as run:
         scraper = Scraper(metrics_url(run))
         scraper.start()
         try:

@@ -72,8 +72,7 @@ def test_survivors_wait_and_go_on_in_their_processes_when_the_serving_node_is_ki
         assert site.newest_step() == step, "nobody goes on alone"
         assert {one["generation"] for one in site.ledger("round")} == {first}
         site.start("a again")
-        site.wait_round(2, after=first)
-        site.wait_round(3, after=first)
+        site.wait_round(3, after=first)  # maybe after one of the two survivors
         assert {site.ends(name) for name in site.nodes} == {0}, site.logs()
         assert workers_of(site, "b", "c") == kept, "the survivors' workers are still the same processes"
         generations = [one["generation"] for one in site.ledger("round") if one["node"] in survivors_of(site)]
