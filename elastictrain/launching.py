@@ -90,6 +90,7 @@ def launch(
     if not callable(fn):
         raise ConfigError(f"launch(fn, ...) takes a function, saw {type(fn).__name__}", field="fn")
     _check_reachable(fn)
+    from elastictrain.agent.contact import reach_store
     from elastictrain.agent.meeting import check_meeting
     from elastictrain.resolve import OPTIONS
 
@@ -101,6 +102,7 @@ def launch(
     config = _without_spares(replace(resolve_run(namespace, os.environ), argv=("launch", name)), fn, args)
     _say_warnings(config)
     check_meeting(config, os.environ)
+    reach_store(config, os.environ, forks=False)
     with claim_run_dir(config, resume=False):
         code, reason = _launch_claimed(config, fn, tuple(args))
     if code != 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from elastictrain.agent.address import LOOPBACK, find_local_address, find_own_address, host_label, make_node_id
@@ -59,7 +60,7 @@ def check_meeting(config: RunConfig, environ: Mapping[str, str]) -> None:
         if is_served:
             read_secret(_served_settings(config, environ))
         else:
-            _etcd_settings(config, environ)
+            etcd_settings(config, environ)
 
 
 def open_meeting(config: RunConfig, clock: Clock, environ: Mapping[str, str]) -> Meeting:
@@ -98,7 +99,7 @@ def open_meeting(config: RunConfig, clock: Clock, environ: Mapping[str, str]) ->
 def _meet_at_etcd(config: RunConfig, settings: Settings, clock: Clock, environ: Mapping[str, str]) -> Meeting:
     from elastictrain.agent.store_host import StoreHost
 
-    where = _etcd_settings(config, environ)
+    where = replace(etcd_settings(config, environ), is_multi_node=False)  # what that is for was said at first contact
     address = config.world.local_addr or find_local_address((each.host, each.port) for each in where.endpoints)
     host, node_id = StoreHost(address), make_node_id()
     store = open_etcd_store(where, clock)
@@ -167,7 +168,8 @@ def _served_settings(config: RunConfig, environ: Mapping[str, str]) -> served.Se
     )
 
 
-def _etcd_settings(config: RunConfig, environ: Mapping[str, str]) -> etcd.EtcdSettings:
+def etcd_settings(config: RunConfig, environ: Mapping[str, str]) -> etcd.EtcdSettings:
+    """How to reach the etcd of a run. Raises ConfigError."""
     return etcd.read_etcd_settings(
         config.world.rdzv_endpoint,
         _own_settings(config),

@@ -58,12 +58,14 @@ def _dispatch(namespace: argparse.Namespace) -> int:
 
 
 def _run(namespace: argparse.Namespace) -> int:
+    from elastictrain.agent.contact import reach_store
     from elastictrain.launching import run_command_line
     from elastictrain.resolve import resolve_run
     from elastictrain.run_directory import claim_run_dir
 
     config = resolve_run(namespace, os.environ)
     prepare(config)
+    reach_store(config, os.environ)
     claim = claim_run_dir(config, resume=False)
     logger.info("run %s in %s", config.run_id, config.run_dir)
     return run_command_line(config, claim, resume_at_step=None, committed_step=_known_step(config))

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+from elastictrain.agent.contact import reach_store
 from elastictrain.checkpoint.restore import Choice, choose_checkpoint, find_checkpoints, find_unfinished
 from elastictrain.cli.main import prepare
 from elastictrain.cli.status import read_status
@@ -33,6 +34,7 @@ def resume_command(namespace: argparse.Namespace) -> int:
         if not _is_finished(run_dir, at_step):
             _say_choice(_choose(run_dir, at_step))
         return 0
+    reach_store(config, os.environ)
     claim = claim_run_dir(config, resume=True)
     try:
         if _is_finished(run_dir, at_step):
