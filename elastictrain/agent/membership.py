@@ -30,7 +30,9 @@ def local_view(workers: Sequence[WorkerProcess], round_: Round | None, *, node_i
     alive = [worker for worker in workers if worker.is_alive and not worker.has_finished]
     members = seated(workers, round_)
     generation = round_.generation if round_ is not None else 0
-    settled = min((worker.settled for worker in members), default=generation)
+    # A seat that was void when its Round came (the node had joined anew) was not entered: there is nothing to settle.
+    entered = (worker.settled for worker in members if worker.generation == generation)
+    settled = min(entered, default=generation)
     parked = [worker for worker in alive if worker.phase is Phase.PARKED]
     waiting = [worker for worker in alive if worker.phase is Phase.WAITING]
     starting = [worker for worker in alive if worker.phase is Phase.STARTING]

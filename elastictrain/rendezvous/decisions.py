@@ -122,13 +122,13 @@ def _keep_membership(draft: Draft) -> None:
         draft.change(was_present=True)
 
 
-def rejoin(draft: Draft, cause: str) -> None:
+def rejoin(draft: Draft, cause: str, *, broken_as: str = "lease_lost") -> None:
     """Fence the workers and come back as a new member: the seats of the old one are void."""
     state = draft.state
     if state.seat_generation:
         # Not the newest: the others may have made a Round meanwhile, and the word of it may have come first.
         held = state.seat_generation
-        fence(draft, Broken(generation=held, cause="lease_lost", node_id=state.node_id, detail=cause))
+        fence(draft, Broken(generation=held, cause=broken_as, node_id=state.node_id, detail=cause))
     draft.change(
         incarnation=state.incarnation + 1, was_present=False, seat_generation=0, entered=state.generation, position=None
     )
@@ -335,7 +335,8 @@ def _report(draft: Draft, blocker: Blocker | None) -> None:
     if not state.is_present:
         return  # what the store shows does not count this node yet
     reason = blocker.reason if blocker is not None and blocker.is_said else ""
-    is_outside = state.round is not None and not state.is_seated and bool(state.candidates)
+    shown = state.members[state.node_id].member
+    is_outside = state.round is not None and not state.is_seated and bool(shown.candidates)
     if not reason and is_outside and not has_place(state):
         reason = f"the run has its {state.settings.max_nodes} nodes; this one steps in when one leaves"
     if reason and reason != state.waiting:

@@ -254,7 +254,24 @@ def _round_seen(draft: Draft, seen: RoundSeen) -> None:
             minimum_since_s=None,
         )
     elif seen.round.generation == known.generation and seen.round != known:
-        raise InternalError(f"two Rounds of generation {known.generation}: {known} and {seen.round}")
+        _made_twice(draft, seen)
+
+
+def _made_twice(draft: Draft, seen: RoundSeen) -> None:
+    """A store that lost its data has let a generation be made a second time, by nodes that had not heard of the first.
+
+    Nodes may train by either Round, and neither is known to be the right one: all leave this generation, those of the
+    first as new members, so that nobody waits for them to settle a Round that they have not entered.
+    """
+    generation = seen.round.generation
+    detail = f"the store has lost its data: generation {generation} was made twice"
+    broken = Broken(generation=generation, cause="store_lost", node_id=draft.state.node_id, detail=detail)
+    draft.change(round=seen.round, round_revision=seen.revision, departed={}, broken_sent=generation)
+    draft.change(lost_since_s=None, complete_since_s=None, minimum_since_s=None)
+    draft.change(round_sent=min(draft.state.round_sent, generation))  # what was proposed went with the rest
+    draft.emit(CreateBroken(broken=broken), reason=detail)
+    if draft.state.put is not None:
+        rejoin(draft, detail, broken_as="store_lost")
 
 
 def _vanished(state: State, snapshot: SnapshotSeen) -> tuple[StoreChange, ...]:

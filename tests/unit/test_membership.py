@@ -22,7 +22,8 @@ def channel() -> Iterator[Channel]:
 
 
 def worker(channel: Channel, number: int, phase: Phase, **fields: Any) -> WorkerProcess:
-    made = WorkerProcess(f"w{number}", number, 0, channel, phase=phase)
+    entered = 1 if phase in (Phase.TRAINING, Phase.PARKED) else 0
+    made = WorkerProcess(f"w{number}", number, 0, channel, phase=phase, generation=entered)
     for name, value in fields.items():
         setattr(made, name, value)
     return made
@@ -66,6 +67,11 @@ def test_newcomer_is_held_back_when_a_survivor_parked_inside_an_evaluation(chann
     workers = [worker(channel, 0, Phase.PARKED, settled=1, evaluating=True), worker(channel, 1, Phase.WAITING)]
     view = local_view(workers, round_of(0), node_id="n")
     assert (ids(view), view.wants_in) == (["w0"], False)
+
+
+def test_nothing_is_settled_anew_when_a_seat_was_void_before_it_was_entered(channel: Channel) -> None:
+    waiting = [worker(channel, 0, Phase.WAITING)]
+    assert local_view(waiting, round_of(0, generation=3), node_id="n").settled == 3
 
 
 def test_generation_is_not_settled_when_one_member_has_not_parked(channel: Channel) -> None:

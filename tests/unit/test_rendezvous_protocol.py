@@ -504,6 +504,50 @@ def test_late_node_is_told_when_the_run_is_over() -> None:
     assert effects == [ev.DeleteMember(), ev.RunClosed(reason="done")]
 
 
+# ---------------------------------------------------------------- a store that lost its data
+
+
+def test_all_leave_a_generation_when_the_emptied_store_let_it_be_made_twice() -> None:
+    second = ev.RoundSeen(round=made(1, "b0", "c0"), revision=45)
+    state, effects = step(running("a"), told(second))
+    assert isinstance(effects[0], ev.CreateBroken)
+    assert (effects[0].broken.generation, effects[0].broken.cause) == (1, "store_lost")
+    assert isinstance(effects[1], ev.Fence)
+    assert (effects[1].generation, effects[1].cause) == (1, "store_lost")
+    assert isinstance(effects[2], ev.RejoinMember)
+    assert len(effects) == 3
+    assert state.round == second.round
+    assert state.seat_generation == 0
+    # The same word once more changes nothing.
+    state, effects = step(state, told(second))
+    assert effects == []
+
+
+def test_next_generation_is_made_when_a_generation_was_made_twice() -> None:
+    """Node a knows one Round 1, node b another, both with seats for both; they meet in the one Round 2."""
+    first, second = made(1, "a0", "b0"), made(1, "b0", "a0")
+    told_twice = ev.RoundSeen(round=second, revision=45)
+    broken_twice = Broken(generation=1, cause="store_lost", node_id="a")
+    state, _ = step(running("a"), told(told_twice))
+    assert state.round is not None
+    assert state.round != first
+    anew = replace(member("a"), incarnation=1)
+    others = seen(member("b"), created=43)
+    state, _ = step(state, told(others, seen(anew, created=47), ev.BrokenSeen(broken=broken_twice)))
+    state, effects = step(state, parked("a0", settled=1))
+    assert effects == []  # b has not parked yet
+    state, effects = step(
+        state, told(seen(replace(anew, candidates=(worker("a0"),), settled=1), created=47, revision=48))
+    )
+    assert effects == []
+    state, _ = step(state, told(seen(member("b", "b0", settled=1), created=43, revision=49)))
+    state, effects = step(state, ev.DeadlineReached(), now_s=100.0)  # b, before it in order, has not made it
+    proposals = [one.round for one in effects if isinstance(one, ev.CreateRound)]
+    assert [one.generation for one in proposals] == [2]
+    assert {seat.worker_id for seat in proposals[0].seats} == {"a0", "b0"}
+    assert proposals[0].reason == "store_lost"
+
+
 # ---------------------------------------------------------------- what cannot be
 
 
@@ -514,7 +558,6 @@ def test_impossible_events_raise() -> None:
         parked("a0", settled=2),
         parked("b0", settled=0),
         ev.LocalBroken(generation=2, cause="early"),
-        told(ev.RoundSeen(round=made(1, "b0"), revision=40)),
     ):
         with pytest.raises(InternalError):
             advance(state, event, now_s=0.0)
